@@ -961,6 +961,13 @@ def test_pages_of_allowed_origins_may_ask_and_read_errors(start, server):
 # --- who asks too much, goes, or is slow
 
 
+def test_nobody_is_given_no_time_to_send_a_body():
+    for seconds in (0, 86401):
+        with pytest.raises(ValueError, match=r"send_timeout_s: .* above 0, at most 86400"):
+            ServeOptions(send_timeout_s=seconds)
+    assert ServeOptions(drain_s=0).drain_s == 0
+
+
 @pytest.mark.usefixtures("slowly")
 def test_who_comes_when_all_places_are_taken_is_told_when_to_come_again(start):
     server = start(max_concurrent_sequences=2)

@@ -48,9 +48,14 @@ IS_PORT = Check(
     expected="a number from 0 to 65535", holds=lambda value: is_int(value) and 0 <= value <= 65535
 )
 IS_POSITIVE = Check(expected="a number >= 1", holds=lambda value: is_int(value) and value >= 1)
+MAX_S = 86400
 IS_SECONDS = Check(
-    expected="a number of seconds >= 0",
-    holds=lambda value: type(value) in (int, float) and 0 <= value <= 86400,
+    expected=f"a number of seconds from 0 to {MAX_S}",
+    holds=lambda value: type(value) in (int, float) and 0 <= value <= MAX_S,
+)
+IS_SOME_SECONDS = Check(
+    expected=f"a number of seconds above 0, at most {MAX_S}",
+    holds=lambda value: type(value) in (int, float) and 0 < value <= MAX_S,
 )
 
 
@@ -119,7 +124,7 @@ class ServeOptions:
         60.0,
         "seconds that a client may leave what it was sent unread before its request is ended, and "
         "that sending a request may take",
-        check=IS_SECONDS,
+        check=IS_SOME_SECONDS,
         commands=SERVE,
     )
     drain_s: float = option(
