@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,25 @@ def listed_priorities(priority: Any, count: int) -> Sequence[int] | None:
             f"priority: expected a list of {count} numbers or one, got {priority!r:.80}"
         )
     return given
+
+
+def check_requests(requests: Any, params: str) -> None:
+    """Raises ValueError for what is no iterable of requests with parameters of this class."""
+    if not isinstance(requests, Iterable):
+        raise ValueError(
+            f"requests: expected an iterable of (prompt, {params} or None), got "
+            f"{type(requests).__name__}"
+        )
+
+
+def request_of(given: Any, params: str) -> tuple[Any, Any, Any]:
+    """Returns the prompt, the parameters and the adapter, which may be left out, of one of several
+    requests. Raises: ValueError.
+    """
+    if not isinstance(given, tuple) or len(given) not in (2, 3):
+        raise ValueError(f"expected (prompt, {params} or None), got {type(given).__name__}")
+    prompt, own, lora_request = (*given, None)[:3]
+    return prompt, own, lora_request
 
 
 def check_none(name: str, value: Any) -> None:

@@ -22,8 +22,10 @@ from jaxkv.api.arguments import (
     SLEEPING,
     WAKE_TAGS,
     check_none,
+    check_requests,
     listed_params,
     listed_priorities,
+    request_of,
 )
 from jaxkv.api.description import describe
 from jaxkv.api.part import make_parts
@@ -265,10 +267,7 @@ class LLM(PoolingCalls):
         Raises: ValueError at the call if `requests` is no iterable, and later what iterating over
         it raises.
         """
-        if not isinstance(requests, Iterable):
-            raise ValueError(
-                f"requests: expected an iterable of (prompt, params), got {type(requests).__name__}"
-            )
+        check_requests(requests, "SamplingParams")
         return complete(self._front, enumerate(map(self._accept_or_refuse, requests)))
 
     def stream(
@@ -594,11 +593,7 @@ class LLM(PoolingCalls):
 
     def _accept_or_refuse(self, asked: Any, priority: int = 0) -> Submission | ValueError:
         try:
-            if not isinstance(asked, tuple) or len(asked) not in (2, 3):
-                raise ValueError(
-                    f"expected (prompt, SamplingParams or None), got {type(asked).__name__}"
-                )
-            prompt, params, lora_request = (*asked, None)[:3]
+            prompt, params, lora_request = request_of(asked, "SamplingParams")
             prompt = self._without_messages(prompt)
             chosen = self.get_default_sampling_params() if params is None else params
             (submission,) = self._intake.accept([prompt], [chosen], [priority], [lora_request])

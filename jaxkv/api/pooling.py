@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from jaxkv.api.arguments import check_none
+from jaxkv.api.arguments import check_none, check_requests, request_of
 from jaxkv.build.model import Model
 from jaxkv.build.options import IS_BOOL
 from jaxkv.build.pooling import Pooling, unit
@@ -103,16 +103,18 @@ class PoolingCalls:
         them, in order of finishing, as `as_completed` does of requests for text.
         """
         self._pooling_of()
+        check_requests(requests, "PoolingParams")
+        return self._embedded(requests)
+
+    def _embedded(
+        self, requests: Iterable[Any]
+    ) -> Generator[tuple[int, EmbeddingRequestOutput | ValueError]]:
         asked: dict[int, tuple[Submission, PoolingParams]] = {}
 
         def arriving() -> Iterator[tuple[int, Submission | ValueError]]:
             for index, given in enumerate(requests):
                 try:
-                    if not isinstance(given, tuple) or len(given) not in (2, 3):
-                        raise ValueError(
-                            f"expected (prompt, PoolingParams or None), got {type(given).__name__}"
-                        )
-                    prompt, params, lora = (*given, None)[:3]
+                    prompt, params, lora = request_of(given, "PoolingParams")
                     if isinstance(params, list | tuple):
                         raise ValueError("pooling_params: expected one, got several")
                     (own,) = _listed(params, 1, None)

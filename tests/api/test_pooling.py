@@ -344,6 +344,8 @@ def test_what_such_a_model_does_not_do_is_refused(tmp_path):
             call()
     for call, message in (
         (lambda: generating.embed(PROMPTS[0]), r"expected LLM\(runner=.pooling.\)"),
+        (lambda: generating.embed_as_completed([]), r"expected LLM\(runner=.pooling.\)"),
+        (lambda: llm.embed_as_completed(5), "requests: expected an iterable .*PoolingParams"),
         (lambda: generating.classify(PROMPTS[0]), r"expected LLM\(runner=.pooling.\)"),
         (lambda: llm.classify(PROMPTS[0]), "expected a model with a classifier's head"),
         (lambda: llm.reward(PROMPTS[0]), "expected a model with a classifier's head"),
