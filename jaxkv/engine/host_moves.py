@@ -4,9 +4,11 @@ through here too.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,20 +42,31 @@ def make_tiers(
     return Tiers(host, disk)
 
 
+IN_FLIGHT_BYTES = 2**27
+"""Copies of pages on their way to host memory for which the device has to have room beside the
+pool, or one call's, should that be more. A long prefix that returns drives out as many pages.
+"""
+
+
 class HostMoves:
     """Copies pages out before a step writes over them, and back in before a step reads them.
 
     The device works in order, so nothing waits: what is copied out is on its way while the step
-    runs, and is kept (`settle`) before anybody looks for it.
+    runs, and is kept (`settle`) before anybody looks for it. Only where there is much of it
+    (IN_FLIGHT_BYTES) the first of it has to arrive before there is more.
     """
 
     def __init__(self, tiers: Tiers, kv: PagedKV) -> None:
         self._tiers = tiers
-        self._coming: list[tuple[list[bytes], bool, tuple[tuple[jax.Array, ...], ...]]] = []
+        self._coming: list[tuple[list[bytes], bool, tuple[tuple[Any, ...], ...]]] = []
+        self._num_in_flight = 0
+        """Counts those of the calls' copies that may still be on the device."""
         self._empty = [
             [((store.num_layers, MOVED_AT_ONCE, *x.shape[1:]), x.dtype) for x in store.arrays]
             for store in kv.stores
         ]
+        own = [math.prod(shape) * dtype.itemsize for one in self._empty for shape, dtype in one]
+        self._most_in_flight = max(1, IN_FLIGHT_BYTES // sum(own))
         self._has_compiled = False
 
     def out(self, kv: PagedKV, pages: Sequence[tuple[int, bytes]], *, is_leaving: bool) -> None:
@@ -62,17 +75,26 @@ class HostMoves:
         new = [(page, key) for page, key in pages if wants(key, is_leaving=is_leaving)]
         keys = iter([key for _, key in new])
         for page_C, n in chunks([page for page, _ in new]):
+            if self._num_in_flight == self._most_in_flight:
+                self._arrive()
             found = read_pages(replace(kv, rows=()), page_C)
             for array in jax.tree.leaves(found):
                 array.copy_to_host_async()
             self._coming.append(([next(keys) for _ in range(n)], is_leaving, found))
+            self._num_in_flight += 1
+
+    def _arrive(self) -> None:
+        """Waits for what is on its way to host memory, and leaves none of it on the device."""
+        # A step that failed has left nothing to read: it is not asked for again.
+        coming, self._coming = self._coming, []
+        self._coming = [(*about, jax.tree.map(np.asarray, found)) for *about, found in coming]
+        self._num_in_flight = 0
 
     def settle(self) -> None:
         """Keeps what was copied out. Waits for what is still on its way to host memory."""
-        # A step that failed has left nothing to read: it is not asked for again.
+        self._arrive()
         coming, self._coming = self._coming, []
-        for keys, is_leaving, found in coming:
-            whole = jax.tree.map(np.asarray, found)
+        for keys, is_leaving, whole in coming:
             for c, key in enumerate(keys):
                 page = tuple(tuple(x[:, c].copy() for x in arrays) for arrays in whole)
                 self._tiers.put(key, page, is_leaving=is_leaving)
@@ -81,6 +103,7 @@ class HostMoves:
     def forget(self) -> None:
         """Drops what is on its way."""
         self._coming.clear()
+        self._num_in_flight = 0
 
     def back(self, kv: PagedKV, loads: Sequence[tuple[int, HostPage]]) -> PagedKV:
         """Returns the state with these pages written. Consumes `kv`."""

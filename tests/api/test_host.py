@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from families import text_config
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
+from jaxkv.engine import host_moves
+from jaxkv.engine.pages import MOVED_AT_ONCE
 from jaxkv.testing import engine_of
 from poison import poisoned
 from tiny import SMALL, make_checkpoint, tiny_config
@@ -83,6 +86,18 @@ def test_what_is_on_its_way_to_host_memory_is_forgotten_too(make):
             llm.reset_prefix_cache()
         engine._moves.settle()
         assert (key in engine.scheduler.tiers.host) == (not is_forgotten)
+
+
+def test_only_so_many_copies_wait_on_the_device(make, monkeypatch):
+    monkeypatch.setattr(host_moves, "IN_FLIGHT_BYTES", 0, raising=False)
+    engine = engine_of(make(kv_host_bytes=SOME))
+    pages = [(page, str(page).encode()) for page in range(3 * MOVED_AT_ONCE)]
+    engine._moves.out(engine.kv, pages, is_leaving=True)
+    found = [leaf for *_, own in engine._moves._coming for leaf in jax.tree.leaves(own)]
+    on_device = [leaf for leaf in found if isinstance(leaf, jax.Array)]
+    assert len(on_device) == len(found) / 3  # those of the last call
+    engine._moves.settle()
+    assert all(key in engine.scheduler.tiers.host for _, key in pages)
 
 
 def test_the_least_used_pages_leave_host_memory_first(make):
