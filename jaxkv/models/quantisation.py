@@ -14,8 +14,13 @@ GROUP_OF_FP4 = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", *GROUP_OF_FP4)
 """Of compressed-tensors."""
 
+MODELOPT = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+
 SKIPPED = ("modules_to_not_convert", "ignore", "exclude_modules", "llm_int8_skip_modules")
 """Where libraries name what they do not quantise."""
+
+IN_CONFIG = ("quantization_config", "compression_config")
+"""Where config.json says it; the second is what compressed-tensors called it at first."""
 
 BLOCK = (0, 0)
 
@@ -66,12 +71,11 @@ def _without_regex(name: str) -> str:
 
 
 def read_quantisation(config: ConfigReader) -> Quantisation | None:
-    """Reads `quantization_config`, or what compressed-tensors called it at first; None without any.
+    """Reads what is under a key of `IN_CONFIG`; None without any.
 
     Raises: CheckpointError for what is not built, by its name.
     """
-    keys = ("quantization_config", "compression_config")
-    key = next((one for one in keys if config.get(one) is not None), None)
+    key = next((one for one in IN_CONFIG if config.get(one) is not None), None)
     if key is None:
         return None
     given = config.section(key)
@@ -90,6 +94,17 @@ def read_quantisation(config: ConfigReader) -> Quantisation | None:
     return replace(found, skipped=names)
 
 
+def read_beside(given: ConfigReader) -> dict[str, Any] | None:
+    """Returns what hf_quant_config.json says in the words of config.json, which has it since
+    modelopt 0.31; None where weights are not quantised (only a cache).
+    """
+    given.section("producer").choice("name", None, ("modelopt",))
+    about = given.section("quantization")
+    if about.get("quant_algo") is None:
+        return None
+    return {"quant_method": "modelopt", **about.values}
+
+
 def _read(given: ConfigReader) -> Quantisation:
     method = given.choice("quant_method", None, METHODS)
     if method == "fp8":
@@ -100,9 +115,9 @@ def _read(given: ConfigReader) -> Quantisation:
     if method == "compressed-tensors":
         return _compressed(given)
     if method == "modelopt":
-        algorithm = given.choice("quant_algo", None, ("NVFP4", "FP8"))
+        algorithm = given.choice("quant_algo", None, MODELOPT)
         method = f"modelopt, {algorithm}"
-        if algorithm == "FP8":
+        if algorithm != "NVFP4":
             return Quantisation(method=method, kind="scaled")
         return Quantisation(method=method, kind="modelopt", bits=4, block=(0, 16))
     if method == "bitsandbytes":

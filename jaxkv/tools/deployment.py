@@ -14,21 +14,21 @@ from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.memory import Memory
 from jaxkv.build.options import EngineOptions
 from jaxkv.build.speculation import check_draft, draft_options, own_predictor
-from jaxkv.models.families import ConfigReader, read_config, read_family
+from jaxkv.models.families import CONFIG, QUANTISATION, ConfigReader, read_config, read_family
 from jaxkv.tools.chips import GIB, Target
 from jaxkv.weights.hub import resolve_model
 
 
 def find_config(model: str | os.PathLike[str]) -> ConfigReader:
-    """Returns the config.json of a model: the file itself, its directory's, or that of a hub id
-    (nothing else is fetched).
+    """Returns the config.json of a model: the file itself, its directory's, or that of a hub id (of
+    which nothing is fetched but this and what may be beside it about quantised weights).
 
     Raises: CheckpointError if there is none, OSError if the hub does not give it.
     """
     path = Path(os.path.expanduser(os.fspath(model)))
     if path.suffix == ".json":
         return read_config(path.parent, path.name)
-    return read_config(resolve_model(model, only=("config.json",)))
+    return read_config(resolve_model(model, only=(CONFIG, QUANTISATION)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -309,7 +309,7 @@ def test_a_missing_or_broken_config_is_said(plan, tmp_path):
     assert (status, "expected JSON" in err) == (2, True)
 
 
-def test_of_a_hub_id_only_the_config_is_fetched(write, plan, monkeypatch):
+def test_of_a_hub_id_only_what_says_of_the_model_is_fetched(write, plan, monkeypatch):
     import huggingface_hub
 
     asked = []
@@ -320,7 +320,7 @@ def test_of_a_hub_id_only_the_config_is_fetched(write, plan, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert plan("org/name", "--target", "v6e", "--backend", "xla")[0] == 0
-    assert asked == [("org/name", None, ["config.json"])]
+    assert asked == [("org/name", None, ["config.json", "hf_quant_config.json"])]
 
 
 def test_a_target_without_its_compiler_names_what_to_install(monkeypatch):

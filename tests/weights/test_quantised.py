@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +194,58 @@ def test_scales_of_activations_and_of_a_cache_are_left_out(tmp_path):
         tensors[layer + name] = np.ones(1, np.float32)
     save_file(tensors, small / "model.safetensors")
     check_equal(loaded(small), loaded(plain))
+
+
+def move_beside(directory: Path, **changes: object) -> None:
+    """Moves what config.json says of modelopt's weights to the file that older versions wrote."""
+    config = json.loads((directory / "config.json").read_text())
+    about = config.pop("quantization_config")
+    about = {"quant_algo": about["quant_algo"], "kv_cache_quant_algo": "FP8", "group_size": 16}
+    about = {"exclude_modules": ["lm_head"], **about, **changes}
+    beside = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": about}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "hf_quant_config.json").write_text(json.dumps(beside))
+
+
+def test_the_file_of_older_versions_of_modelopt_is_read(tmp_path):
+    small, plain = quantised(tmp_path, "modelopt")
+    written = (small / "config.json").read_text()
+    move_beside(small)
+    check_equal(loaded(small), loaded(plain))
+    convert(small, tmp_path / "converted", dtype="float32")
+    check_equal(loaded(tmp_path / "converted", load_converted), loaded(plain))
+    (small / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: producer: name: expected"):
+        read_config(small)
+    (small / "config.json").write_text(written)  # which counts where both say it
+    check_equal(loaded(small), loaded(plain))
+
+
+def test_a_file_of_modelopt_that_asks_for_what_is_not_built_is_named(tmp_path):
+    small, _ = quantised(tmp_path, "modelopt")
+    written = (small / "config.json").read_text()
+    move_beside(small, quant_algo="W4A8_AWQ")
+    with pytest.raises(CheckpointError, match=r"with hf_quant_config\.json: .*quant_algo: expec"):
+        read_family(read_config(small))
+    (small / "config.json").write_text(written)
+    move_beside(small, quant_algo=None)  # a quantised cache, and weights as they are
+    assert read_family(read_config(small))[1].quantisation is None
+
+
+@pytest.mark.parametrize(
+    "about",
+    [CASES["int8"][0], {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}],
+)
+def test_scales_of_rows_may_be_a_vector(tmp_path, about):
+    small, plain = quantised(tmp_path, "int8")
+    tensors = tensors_of(small)
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        tensors[name] = tensors[name][:, 0].copy()
+    save_file(tensors, small / "model.safetensors")
+    config = json.loads((small / "config.json").read_text()) | {"quantization_config": about}
+    (small / "config.json").write_text(json.dumps(config))
+    check_equal(loaded(small), loaded(plain))
+    assert packed_names(small) == MATRICES
 
 
 def test_an_engine_says_what_stays_quantised(tmp_path):

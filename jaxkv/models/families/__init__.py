@@ -16,7 +16,7 @@ import numpy as np
 from jaxkv.errors import CheckpointError
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import Layout, Leaf
-from jaxkv.models.quantisation import read_quantisation
+from jaxkv.models.quantisation import IN_CONFIG, read_beside, read_quantisation
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec
 
@@ -26,6 +26,7 @@ SHARED = ("base", "delta", "experts", "hybrid", "latent", "ngrams", "predictor",
 FAMILIES = tuple(
     sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in SHARED)
 )
+CONFIG, QUANTISATION = "config.json", "hf_quant_config.json"
 MAX_CONFIG_BYTES = 10_000_000
 DEFAULTS = Path(__file__).with_name("defaults.json")
 """Written by scripts/family_defaults.py."""
@@ -131,9 +132,9 @@ RENAMED = {
 """Other names of families: older ones, and those that no file can have."""
 
 
-def read_config(directory: Path, name: str = "config.json") -> ConfigReader:
-    """Reads a JSON file of a model directory. Raises: CheckpointError if it is missing, too large
-    or not a JSON object.
+def read_config(directory: Path, name: str = CONFIG) -> ConfigReader:
+    """Reads a JSON file of a model directory, config.json with what files beside it say of weights.
+    Raises: CheckpointError if it is missing, too large or not a JSON object.
     """
     path = directory / name
     if not path.is_file():
@@ -144,7 +145,16 @@ def read_config(directory: Path, name: str = "config.json") -> ConfigReader:
         raise CheckpointError(
             f"{path}: expected at most {MAX_CONFIG_BYTES} bytes, got {path.stat().st_size}"
         )
-    return ConfigReader(check_json(path), str(path))
+    config = ConfigReader(check_json(path), str(path))
+    beside = directory / QUANTISATION
+    is_said = any(config.get(key) is not None for key in IN_CONFIG)
+    if name != CONFIG or is_said or not beside.is_file():
+        return config
+    about = read_beside(read_config(directory, QUANTISATION))
+    if about is None:
+        return config
+    values = {**config.values, "quantization_config": about}
+    return ConfigReader(values, f"{path} with {QUANTISATION}")
 
 
 def check_json(path: Path) -> dict[str, Any]:
@@ -209,7 +219,7 @@ def _text_part(config: ConfigReader) -> ConfigReader:
         text = config.section(section)
         # The tie may be said on either level, and holds if one of them says so; a quantisation is
         # said on the outer one.
-        keys = ("tie_word_embeddings", "quantization_config", "compression_config")
+        keys = ("tie_word_embeddings", *IN_CONFIG)
         above = {key: config.get(key) for key in keys if key in config.values}
         if above.get("tie_word_embeddings") is True:
             text = text.replaced(tie_word_embeddings=True)
@@ -240,4 +250,14 @@ def _written_defaults() -> dict[str, Any]:
     return json.loads(DEFAULTS.read_text())
 
 
-__all__ = ["FAMILIES", "ConfigReader", "Layout", "Leaf", "check_json", "read_config", "read_family"]
+__all__ = [
+    "CONFIG",
+    "FAMILIES",
+    "QUANTISATION",
+    "ConfigReader",
+    "Layout",
+    "Leaf",
+    "check_json",
+    "read_config",
+    "read_family",
+]
