@@ -470,13 +470,15 @@ def _project(
     def project(name: str) -> jax.Array:
         # Else XLA splits the weight into heads, not the result, and copies it for that (tpu7x: in
         # HBM; v6e: into VMEM, docs/benchmarks/tpu_loop.md).
-        y = jax.lax.optimization_barrier(linear(x_TD, w[name], w.get(f"{name}_bias")))
+        return jax.lax.optimization_barrier(linear(x_TD, w[name], w.get(f"{name}_bias")))
+
+    def bounded(y: jax.Array) -> jax.Array:
         return jnp.clip(y, -attention.clip, attention.clip) if attention.clip else y
 
     def heads(y: jax.Array, name: str) -> jax.Array:
         if attention.qk_norm == "whole":
             y = normed(y, w, f"{name}_norm", spec, axis=axis)
-        return y.reshape(y.shape[0], -1, head_dim)
+        return bounded(y).reshape(y.shape[0], -1, head_dim)
 
     def by_head(x: jax.Array, name: str) -> jax.Array:
         if attention.qk_norm == "whole":
@@ -500,7 +502,7 @@ def _project(
         return q, None, None
     key = project("k")
     k = rotated(key, "k")
-    value = scaled(project("v") if "v" in w else key, spec.scales.values)
+    value = scaled(bounded(project("v") if "v" in w else key), spec.scales.values)
     v = value.reshape(*k.shape[:2], -1)
     if "v_norm" in spec.unit_norms:
         v = normed(v, {}, "v_norm", spec)

@@ -107,8 +107,8 @@ class AttentionSpec:
     scale: of the scores, head_dim**-0.5 if None. cap: scores are cap * tanh(score / cap), where it
     is not 0. qk_norm: what a norm of queries and keys is over, each "head" alike, "heads" with
     weights of their own, or the "whole" of them; before the rotation, or `norm_after_rope` where
-    there is one. clip:
-    bounds queries, keys and values from both sides, where it is not 0. kv_sources: for each layer
+    there is one. clip: bounds queries, keys and values from both sides, where it is not 0, behind
+    a norm of the whole. kv_sources: for each layer
     the one whose keys and values it attends to; () if each has its own. latent_sources: layers
     whose latents those behind them that make none repeat in their rows (of those that rotate the
     last one's, if they do too). latent_eps: of the norms

@@ -101,6 +101,13 @@ def test_generate_equals_transformers_generate(torch, tmp_path, variant):
     assert_generates_equal(torch, model, tiny_llm(tmp_path))
 
 
+def test_values_are_clipped_behind_norms_of_all_of_them(torch, tmp_path):
+    config = hf_config("olmoe")
+    config.clip_qkv = 0.7
+    model = make_hf_model(torch, config, tmp_path)
+    assert_logits_equal(torch, model, tiny_llm(tmp_path))
+
+
 class Limited:
     """Stands for an activation in transformers whose product has bounds."""
 

@@ -208,6 +208,8 @@ OLD_LONG |= {"type": "longrope"}
         ("olmo3", {"rope_parameters": {"full_attention": OLD_YARN}, "rope_theta": 3e4}),
         ("gemma3_text", {"rope_theta": 3e4, "rope_scaling": OLD_YARN}),
         ("gemma3_text", {"rope_local_base_freq": 3e4}),
+        ("modernbert_decoder", {"rope_scaling": OLD_YARN, "local_rope_theta": 3e4}),
+        ("modernbert_decoder", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         ("llama", {"rope_scaling": OLD_LONG, "original_max_position_embeddings": 64}),
         ("llama", {"rope_scaling": OLD_YARN, "original_max_position_embeddings": 32}),
         ("llama", {"rope_scaling": OLD_YARN | {"rope_type": "dynamic"}}),
@@ -251,6 +253,9 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         for variant in ("gemma3_text", "olmo3"):
             with pytest.raises(CheckpointError, match=expected):
                 read(families.text_config(variant) | said)
+    old = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    with pytest.raises(CheckpointError, match="rope_type: expected the"):
+        read(families.text_config("modernbert_decoder") | old)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,17 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
 
 
+def read_scaling(config: ConfigReader) -> ConfigReader:
+    """Reads `rope_scaling` in a family that has an embedding for each kind of layers.
+
+    Raises: CheckpointError for the older key `type`, which means nothing to transformers there.
+    """
+    found = config.section("rope_scaling")
+    if "type" in found.values and "rope_type" not in found.values:
+        raise found.fail("rope_type", "the kind of embedding (transformers ignores `type` here)")
+    return found
+
+
 def read_window_ropes(
     config: ConfigReader, kinds: list[str], *, theta: float, local: float
 ) -> tuple[RopeSpec, ...]:
@@ -56,9 +67,7 @@ def read_window_ropes(
     if not {FULL, SLIDING} & sections.values.keys():
         if sections.values:
             raise config.fail("rope_parameters", f"sections {FULL} and {SLIDING}")
-        wide = config.section("rope_scaling")
-        if "type" in wide.values and "rope_type" not in wide.values:
-            raise wide.fail("rope_type", "the kind of embedding (transformers ignores `type` here)")
+        wide = read_scaling(config)
         sections = ConfigReader({FULL: wide.values}, config.where)
         config = config.replaced(rope_scaling=None)
     windows = {"rope_theta": local, **sections.section(SLIDING).values}

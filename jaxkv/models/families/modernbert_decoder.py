@@ -19,6 +19,7 @@ from jaxkv.models.families.base import (
     read_decoder,
     read_forms,
 )
+from jaxkv.models.families.gemma3_text import read_scaling
 from jaxkv.models.rope_config import read_layer_ropes
 from jaxkv.models.spec import ModelSpec
 
@@ -95,13 +96,16 @@ def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
 
 
 def _with_thetas(config: ConfigReader) -> ConfigReader:
-    """Returns a reader whose sections of rotary embeddings are of each kind of layers."""
-    config.refuse("rope_scaling")
+    """Returns a reader whose sections of rotary embeddings are of each kind of layers, with what
+    older files say of both under `rope_scaling`.
+    """
+    both = read_scaling(config)
     sections = config.section("rope_parameters")
     if sections.values and not {FULL, SLIDING} & sections.values.keys():
         raise config.fail("rope_parameters", f"sections {FULL} and {SLIDING}")
     given = {
-        kind: {"rope_theta": config.number(key, theta), **sections.section(kind).values}
+        kind: {"rope_theta": config.number(key, theta)}
+        | {**sections.section(kind).values, **both.values}
         for kind, (key, theta) in THETAS.items()
     }
-    return config.replaced(rope_parameters=given)
+    return config.replaced(rope_parameters=given, rope_scaling=None)

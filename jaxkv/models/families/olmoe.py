@@ -10,15 +10,13 @@ from jaxkv.models.spec import AttentionSpec, ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     count = config.size("num_experts", at_most=MAX_EXPERTS)
-    if config.get("clip_qkv") is not None:
-        raise config.fail("clip_qkv", "null (values clipped behind the norms are not built)")
     is_normalised = config.flag("norm_topk_prob", False)
     return read_decoder(
         config,
         family="olmoe",
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
-        attention=AttentionSpec(qk_norm="whole"),
+        attention=AttentionSpec(qk_norm="whole", clip=config.cap("clip_qkv")),
         experts=Experts(count=count, width=config.size("intermediate_size")).leaves,
         router=read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised),
     )
