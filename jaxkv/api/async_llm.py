@@ -15,15 +15,17 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from jaxkv.api.arguments import check_none
 from jaxkv.api.async_pooling import AsyncPoolingCalls
 from jaxkv.api.engine_thread import EngineThread, Stream
 from jaxkv.api.llm import LLM, Conversation
+from jaxkv.api.rendering import rendered, tokens_of
 from jaxkv.api.session import AsyncSession, chat_options
 from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.vllm_arguments import ABSENT_FROM_ASYNC, absence
@@ -38,6 +40,8 @@ from jaxkv.structured import StructuredOutputsParams
 if TYPE_CHECKING:
     from jaxkv.api.views import PageRecording
     from jaxkv.pictures.markup import Picture
+
+T = TypeVar("T")
 
 OF_VLLM = (
     *("prompt_text", "tokenization_kwargs", "trace_headers", "data_parallel_rank", "session_id"),
@@ -62,6 +66,11 @@ class AsyncLLM(AsyncPoolingCalls):
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
         self._llm = LLM(model, **options)
         self._engine = EngineThread(self._llm)
+        # Prompts are made tokens of in a thread of their own, while steps go on.
+        self._apart = self._llm._intake.apart()
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="jaxkv-tokenizer")
+        self._streams: dict[Stream, None] = {}
+        """Those that are read, also of requests that the engine has not heard of yet."""
         # Who forgets to call `shutdown` gets the memory back, and a clean exit: the thread must not
         # be in a step when JAX takes its backends down. Python calls what was registered last
         # first, so this is before JAX's own.
@@ -116,7 +125,9 @@ class AsyncLLM(AsyncPoolingCalls):
         await self._compile_grammar(sampling_params)
         held = await self._read_adapters(lora_request)
         stream = Stream(uuid.uuid4().hex if request_id is None else request_id)
+        self._streams[stream] = None
         try:
+            prompt = await self._apart_from_engine(rendered, prompt)
             await self._engine.ask(
                 partial(
                     self._engine.add, stream, loop, prompt, sampling_params, priority, lora_request
@@ -133,6 +144,7 @@ class AsyncLLM(AsyncPoolingCalls):
                 elif kind is RequestOutputKind.CUMULATIVE or output.finished:
                     yield output
         finally:
+            del self._streams[stream]
             if not stream.is_ended:
                 self._engine.post(partial(self._engine.close, stream))
 
@@ -144,6 +156,14 @@ class AsyncLLM(AsyncPoolingCalls):
         if isinstance(asked, StructuredOutputsParams):
             grammars = await self._engine.ask(self._llm._intake.grammars)
             await asyncio.to_thread(grammars.compile, asked)
+
+    async def _apart_from_engine(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls a function of `rendering` while steps go on, calls one after the other. Raises:
+        EngineDeadError, and what the function raises.
+        """
+        self._engine.check()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizing, function, self._apart, *args)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Reads an adapter into host memory ahead of the requests that name it, and returns True.
@@ -157,7 +177,7 @@ class AsyncLLM(AsyncPoolingCalls):
 
         Raises: ValueError for what `generate` would refuse.
         """
-        return await self._engine.ask(partial(self._llm._rendered, prompt))
+        return await self._apart_from_engine(rendered, prompt)
 
     async def tokens_of(
         self, prompt: Prompt | Conversation, *, add_special_tokens: bool = True
@@ -167,9 +187,8 @@ class AsyncLLM(AsyncPoolingCalls):
 
         Raises: ValueError for what is no prompt, and for very many characters or tokens.
         """
-        return await self._engine.ask(
-            partial(self._llm._tokens_of, prompt, add_special_tokens=add_special_tokens)
-        )
+        count = partial(tokens_of, add_special_tokens=add_special_tokens)
+        return await self._apart_from_engine(count, prompt)
 
     async def session(
         self,
@@ -212,6 +231,8 @@ class AsyncLLM(AsyncPoolingCalls):
         no error. Raises: ValueError for what can be none.
         """
         ids = one_or_several("request_id", request_id, str)
+        for stream in list(self._streams):
+            stream.is_aborted = stream.is_aborted or stream.id in ids
         await self._engine.ask(partial(self._engine.abort, ids))
 
     async def get_tokenizer(self) -> Any:
@@ -295,6 +316,7 @@ class AsyncLLM(AsyncPoolingCalls):
         """
         self._forget()
         self._engine.shutdown()
+        self._tokenizing.shutdown(wait=False)
 
     async def __aenter__(self) -> AsyncLLM:
         return self

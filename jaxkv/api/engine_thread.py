@@ -69,10 +69,13 @@ def _dead(cause: BaseException | None) -> EngineDeadError:
 
 
 class Stream:
-    """The reading end of a request. Touched by the thread of its event loop only."""
+    """The reading end of a request. Touched by the thread of its event loop only, but for
+    `is_aborted`: somebody has aborted it, maybe before the engine has heard of it.
+    """
 
     def __init__(self, request_id: str) -> None:
         self.id = request_id
+        self.is_aborted = False
         self.is_ended = False
         self._newest: RequestOutput | Exception
         self._trace: TracebackType | None = None
@@ -168,8 +171,9 @@ class _Outbox:
 
 class EngineThread:
     """The thread that has the engine, and the tokenizer with it: neither is for two threads at a
-    time. Only what looks at an `AsyncSession` without awaiting takes the engine's lock in another
-    one, and waits there for the end of a step.
+    time. `AsyncLLM` makes tokens of prompts with a tokenizer of its own, in another one. Only what
+    looks at an `AsyncSession` without awaiting takes the engine's lock there, and waits for the end
+    of a step.
 
     Others hand it commands through one queue, on which it waits when there is nothing else to do;
     what comes back goes through futures and outboxes. The first group of methods is for other
@@ -253,6 +257,8 @@ class EngineThread:
         if isinstance(accepted, ValueError):
             raise accepted
         self._begin(stream, loop, accepted)
+        if stream.is_aborted:
+            self.abort([stream.id])
 
     def add_pooling(
         self,

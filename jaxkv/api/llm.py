@@ -30,6 +30,7 @@ from jaxkv.api.arguments import (
 from jaxkv.api.description import describe
 from jaxkv.api.part import make_parts
 from jaxkv.api.pooling import PoolingCalls
+from jaxkv.api.rendering import without_messages
 from jaxkv.api.session import Home, Session, chat_options, digest_of
 from jaxkv.build.compile_cache import kernel_folder, use_compile_cache
 from jaxkv.build.engine_args import EngineArgs
@@ -61,15 +62,12 @@ from jaxkv.programs.process import check_process, is_forked
 from jaxkv.requests.adapters import AdapterFiles, listed_adapters
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.outputs import BeamSearchOutput, RequestOutput, RequestOutputs
-from jaxkv.requests.prompts import Prompt, is_conversation, listed
+from jaxkv.requests.prompts import Prompt, listed
 from jaxkv.requests.request import Submission
 
 if TYPE_CHECKING:
     from jaxkv.api.views import PageRecording
     from jaxkv.pictures.markup import Picture
-
-OF_CHAT = {"tools": None, "add_generation_prompt": True, "continue_final_message": False}
-"""Holds what a chat among other prompts may say of its template, each with what holds else."""
 
 Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""
@@ -594,49 +592,13 @@ class LLM(PoolingCalls):
     def _accept_or_refuse(self, asked: Any, priority: int = 0) -> Submission | ValueError:
         try:
             prompt, params, lora_request = request_of(asked, "SamplingParams")
-            prompt = self._without_messages(prompt)
+            prompt = without_messages(self._intake, prompt)
             chosen = self.get_default_sampling_params() if params is None else params
             (submission,) = self._intake.accept([prompt], [chosen], [priority], [lora_request])
         except ValueError as error:
             # Its index in a list of one says nothing here.
             return ValueError(str(error).removeprefix("prompt 0: "))
         return submission
-
-    def _without_messages(self, prompt: Any, *, any_length: bool = False) -> Any:
-        """Returns the prompt, that of a conversation as tokens: a list of messages, or one in a
-        mapping with what is for its template. Raises: ValueError for other keys, and for what is no
-        conversation.
-        """
-        chat = {"messages": prompt} if is_conversation(prompt) else prompt
-        if not isinstance(chat, Mapping) or "messages" not in chat:
-            return prompt
-        given = {"cache_salt": "", "chat_template_kwargs": None, **chat}
-        messages, salt = given.pop("messages"), given.pop("cache_salt")
-        extra, options = given.pop("chat_template_kwargs"), {**OF_CHAT, **given}
-        if unknown := options.keys() - OF_CHAT.keys():
-            unknown_keys = ", ".join(sorted(map(str, unknown)))
-            raise ValueError(f"prompt: unknown keys beside messages: {unknown_keys}")
-        IS_LIST("tools", options["tools"])
-        for name in ("add_generation_prompt", "continue_final_message"):
-            IS_BOOL(name, options[name])
-        # A template is the engine's owner's choice: none may come in `extra`.
-        try:
-            (rendered,) = self._intake.render(
-                [messages], extra, any_length=any_length, chat_template=None, **options
-            )
-        except ValueError as error:
-            raise ValueError(str(error).removeprefix("conversation 0: ")) from error
-        return {**rendered, "cache_salt": salt}
-
-    def _rendered(self, prompt: Any) -> dict[str, Any]:
-        """Returns the tokens of what `as_completed` takes, as a prompt."""
-        text, tokens, salt = self._intake.parse(self._without_messages(prompt))
-        return {"prompt": text, "prompt_token_ids": tokens, "cache_salt": salt}
-
-    def _tokens_of(self, prompt: Any, *, add_special_tokens: bool) -> list[int]:
-        """Returns the tokens of what `as_completed` takes, also of what is empty or too long."""
-        prompt = self._without_messages(prompt, any_length=True)
-        return self._intake.tokens_of(prompt, add_special_tokens=add_special_tokens)
 
     def _run(
         self, submissions: list[Submission], use_tqdm: bool | Callable[..., Any]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from threading import RLock
@@ -39,8 +40,8 @@ MAX_CONTEXT = "This model's maximum context length is"
 """OpenAI's words, by which clients know that they should cut the prompt."""
 
 MOST_AT_ONCE = 2**18
-"""Characters or tokens that `tokens_of` takes however few of them the context has room for: the
-engine waits meanwhile, under a second for so many.
+"""Characters or tokens that `tokens_of` takes however few of them the context has room for: other
+prompts wait meanwhile, under a second for so many.
 """
 
 CHARS_PER_TOKEN = 8
@@ -233,6 +234,18 @@ class Intake:
                 raise ValueError("\n".join(problems))
             self._num_submitted += len(made)
         return made
+
+    def apart(self) -> Intake:
+        """Returns one for another thread, with a tokenizer and a lock of its own. It is for tokens
+        of prompts (`render`, `parse`, `tokens_of`), which this one makes submissions of.
+        """
+        other, tokenizer = copy(self), deepcopy(self._model.tokenizer)
+        # Weights that are replaced or put to sleep must not stay here.
+        other._model = replace(
+            self._model, tokenizer=tokenizer, weights={}, pooling=None, draft=None
+        )
+        other._own_lock = RLock()
+        return other
 
     def begin_anew(self, cache_root: bytes) -> None:
         """Takes another root, so that no page that is there already is found again."""

@@ -165,6 +165,27 @@ async def assert_soon_empty(llm: AsyncLLM) -> None:
     assert_free(llm)
 
 
+async def arrived(llm: AsyncLLM, count: int) -> None:
+    """Waits until the engine has so many requests."""
+    while len(thread_of(llm)._live) < count:
+        await asyncio.sleep(0.001)
+
+
+async def held_up(llm: AsyncLLM) -> threading.Event:
+    """Has the thread wait for what is returned."""
+    gate = threading.Event()
+    thread_of(llm).post(gate.wait)
+    while thread_of(llm)._commands.qsize():
+        await asyncio.sleep(0.001)
+    return gate
+
+
+async def posted(llm: AsyncLLM, count: int) -> None:
+    """Waits until so many commands wait for the thread, which is held up."""
+    while thread_of(llm)._commands.qsize() < count:
+        await asyncio.sleep(0.001)
+
+
 async def collect(outputs: AsyncGenerator[RequestOutput]) -> list[RequestOutput]:
     return [output async for output in outputs]
 
@@ -292,7 +313,7 @@ def test_a_request_that_comes_while_another_runs_finishes_before_it(llm, sync, p
         first = llm.generate(PROMPTS[0], LONG)
         assert not (await anext(first)).finished
         second = asyncio.create_task(last(llm.generate(PROMPTS[1], short)))
-        await asyncio.sleep(0)
+        await arrived(llm, 2)
         pace.enough = math.inf
         return await last(first), await second
 
@@ -331,8 +352,7 @@ def test_the_lowest_priority_goes_first(llm, pace):
         waiting = [
             asyncio.create_task(last(llm.generate(PROMPTS[1], GREEDY, priority=p))) for p in (5, -1)
         ]
-        await asyncio.sleep(0)
-        await llm.get_metrics()
+        await arrived(llm, 6)
         pace.enough = math.inf
         later, sooner, *_ = await asyncio.gather(*waiting, *map(last, running))
         return later, sooner
@@ -483,10 +503,9 @@ def test_a_cancelled_task_ends_its_request(llm, pace, is_running):
 def test_a_request_that_is_cancelled_before_the_engine_looks_at_it_never_begins(llm):
     async def main() -> None:
         arrived = gauge(await llm.get_metrics(), "prompt_tokens")
-        gate = threading.Event()
-        thread_of(llm).post(gate.wait)
+        gate = await held_up(llm)
         task = asyncio.create_task(collect(llm.generate(PROMPTS[0], LONG)))
-        await asyncio.sleep(0)
+        await posted(llm, 1)
         task.cancel()
         await ended(task)
         gate.set()
@@ -697,13 +716,12 @@ def test_a_failed_step_is_raised_by_those_that_were_in_it(llm, sync, kind, donat
     error = kind("one for all")
 
     async def main() -> list[Any]:
-        gate = threading.Event()
-        thread_of(llm).post(gate.wait)
+        gate = await held_up(llm)
         tasks = [
             asyncio.create_task(last(llm.generate(PROMPTS[i % 4], GREEDY, f"r{i}")))
             for i in range(6)
         ]
-        await asyncio.sleep(0)
+        await posted(llm, 6)
         break_once(llm, error, donated=donated)
         gate.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -730,8 +748,7 @@ def test_a_failed_step_in_the_middle_leaves_those_that_wait(llm, sync, pace):
         running = [llm.generate(PROMPTS[1], LONG), llm.generate(PROMPTS[0], several)]
         await asyncio.gather(*map(anext, running))
         waiting = [asyncio.create_task(last(llm.generate(PROMPTS[3], LONG))) for _ in range(2)]
-        await asyncio.sleep(0)
-        await llm.get_metrics()
+        await arrived(llm, 4)
         (parts,) = [
             live.submission.samples
             for live in thread_of(llm)._live.values()
@@ -786,6 +803,37 @@ def test_a_failed_step_that_concerns_nobody_any_more_ends_nothing(
     assert "a step failed that concerns no request any more: RuntimeError('device')" in caplog.text
 
 
+def test_a_prompt_that_takes_long_to_tokenize_does_not_stop_the_others(llm, sync, monkeypatch):
+    """Whose place in the order of those that come later it keeps."""
+    slow, may_end, kind = "The end of it", threading.Event(), type(blocking(llm).get_tokenizer())
+    encode = kind.encode
+
+    def stuck(tokenizer: object, text: str, *args: object, **options: object) -> list[int]:
+        if text == slow:
+            assert may_end.wait(60)
+        return encode(tokenizer, text, *args, **options)
+
+    async def main() -> list[RequestOutput]:
+        running = llm.generate(PROMPTS[0], LONG)
+        await anext(running)
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "encode", stuck)
+            late = [asyncio.create_task(last(llm.generate(one, GREEDY))) for one in (slow, "x")]
+            counted = asyncio.create_task(llm.tokens_of(slow))
+            found = await asyncio.wait_for(last(running), 30)
+            may_end.set()
+            return [found, *await asyncio.gather(*late), await counted]
+
+    try:
+        *outputs, tokens = run(main())
+    finally:
+        may_end.set()
+    wanted = ((PROMPTS[0], LONG), (slow, GREEDY), ("x", GREEDY))
+    for output, (prompt, params) in zip(outputs, wanted, strict=True):
+        assert_same(output, alone(sync, prompt, params))
+    assert tokens == outputs[1].prompt_token_ids
+
+
 def test_who_asks_without_end_does_not_stop_the_others(llm, sync):
     is_asking = threading.Event()
     is_asking.set()
@@ -819,10 +867,9 @@ def test_what_a_failed_step_has_finished_before_it_failed_is_a_result(llm, sync,
         accept(request, *args)
 
     async def main() -> list[Any]:
-        gate = threading.Event()
-        thread_of(llm).post(gate.wait)
+        gate = await held_up(llm)
         tasks = [asyncio.create_task(last(llm.generate(PROMPTS[i], params))) for i in range(3)]
-        await asyncio.sleep(0)
+        await posted(llm, 3)
         with monkeypatch.context() as patch:
             patch.setattr(engine.results, "_accept", accept_one)
             gate.set()
@@ -883,12 +930,13 @@ def test_death_reaches_the_one_whose_command_it_was_and_those_behind_it(make, mo
         pace.enough = 1
         running = llm.generate(PROMPTS[0], LONG)
         await anext(running)
-        gate = threading.Event()
-        thread_of(llm).post(gate.wait)
+        gate = await held_up(llm)
         monkeypatch.setattr(intake_of(llm), "accept", accept)
-        asked = [last(llm.generate(PROMPTS[0], GREEDY)), llm.abort("r"), llm.get_metrics()]
-        tasks = [asyncio.create_task(one) for one in [last(running), *asked]]
-        await asyncio.sleep(0)
+        first = [last(running), last(llm.generate(PROMPTS[0], GREEDY))]
+        tasks = [asyncio.create_task(one) for one in first]
+        await posted(llm, 1)
+        tasks += [asyncio.create_task(one) for one in (llm.abort("r"), llm.get_metrics())]
+        await posted(llm, 3)
         gate.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -1000,7 +1048,7 @@ def test_shutdown_ends_everything_and_twice_is_fine(make, sync):
             streams = [llm.generate(PROMPTS[0], LONG) for _ in range(6)]
             await asyncio.gather(*map(anext, streams[:4]))
             waiting = [asyncio.create_task(last(stream)) for stream in streams[4:]]
-            await asyncio.sleep(0)
+            await arrived(llm, 6)
         assert_free(llm)
         assert not thread_of(llm)._thread.is_alive()
         assert engine_of(llm).kv.stores[0].pages.is_deleted()
@@ -1040,13 +1088,12 @@ def test_requests_behind_the_shutdown_are_refused(make):
     llm = make()
 
     async def main() -> list[Any]:
-        gate = threading.Event()
-        thread_of(llm).post(gate.wait)
+        gate = await held_up(llm)
         before = asyncio.create_task(last(llm.generate(PROMPTS[0], LONG)))
-        await asyncio.sleep(0)
+        await posted(llm, 1)
         thread_of(llm).stop()
         behind = asyncio.create_task(last(llm.generate(PROMPTS[0], LONG)))
-        await asyncio.sleep(0)
+        await posted(llm, 3)
         gate.set()
         return await asyncio.gather(before, behind, return_exceptions=True)
 
