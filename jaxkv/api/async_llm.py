@@ -245,8 +245,11 @@ class AsyncLLM(AsyncPoolingCalls):
         return await self._engine.ask(self._engine.copied_tokenizer)
 
     async def check_health(self) -> None:
-        """Returns at once while the engine runs. Raises: EngineDeadError."""
+        """Returns at once while the engine runs. Raises: EngineDeadError, and TimeoutError while a
+        step has not ended for five minutes.
+        """
         self._engine.check()
+        self._engine.check_step()
 
     async def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
         """Returns what `LLM.get_metrics` does."""

@@ -9,6 +9,7 @@ import copy
 import logging
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -28,6 +29,11 @@ from jaxkv.requests.prompts import Prompt
 from jaxkv.requests.request import Request, Submission
 
 LOG = logging.getLogger("jaxkv")
+
+STUCK_S = 300.0
+"""Seconds after which a step that has not ended counts as stuck, as in vLLM. A long chunk takes
+seconds, and a program that a step has to wait for minutes.
+"""
 
 T = TypeVar("T")
 
@@ -189,6 +195,8 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
         self._is_ended = False
         self._cause: BaseException | None = None
+        self._began_s: float | None = None
+        """When the step began that runs."""
         self._is_stopping = False
         self._tokenizer: Any = None
         self._live: dict[str, _Live] = {}
@@ -224,6 +232,15 @@ class EngineThread:
         check_process()
         if self._is_ended:
             raise _dead(self._cause)
+
+    def check_step(self) -> None:
+        """Raises TimeoutError while a step runs for longer than `STUCK_S`."""
+        began_s = self._began_s
+        if began_s is not None and (passed_s := time.monotonic() - began_s) > STUCK_S:
+            raise TimeoutError(
+                f"expected a step of the engine to end within {STUCK_S:.0f} s, got one that has "
+                f"run for {passed_s:.0f} s: start the process again if it does not end"
+            )
 
     def stop(self) -> None:
         self.post(self._stop)
@@ -346,8 +363,10 @@ class EngineThread:
 
     def _step(self) -> None:
         got: list[Request] = []
+        self._began_s = time.monotonic()
         with Catch() as caught:
             got = self._engine.step()
+        self._began_s = None
         for request in got:
             if (live := self._live_of.get(request)) is not None and live.submission.is_scored:
                 self._note(live)

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from adapters import make_adapter
-from jaxkv.api import cli
+from jaxkv.api import cli, engine_thread
 from jaxkv.api.async_llm import AsyncLLM
 from jaxkv.api.openai_vectors import POOLING
 from jaxkv.config import SamplingParams
@@ -1100,6 +1100,32 @@ def test_who_is_not_answered_when_the_server_ends_is_told_so(checkpoint, is_urge
         server.thread.join(PATIENCE_S)
     assert (server.thread.is_alive(), server.server.engine_died) == (False, False)
     assert "Traceback" not in caplog.text
+
+
+def test_a_step_that_does_not_end_is_told_of(server, llm, monkeypatch):
+    gate, is_in, step = threading.Event(), threading.Event(), engine_of(llm).step
+
+    def stuck() -> list:
+        is_in.set()
+        gate.wait(PATIENCE_S)
+        return step()
+
+    with ExitStack() as stack:
+        pool, patch = map(stack.enter_context, (ThreadPoolExecutor(), monkeypatch.context()))
+        stack.callback(gate.set)
+        patch.setattr(engine_of(llm), "step", stuck)
+        asked = pool.submit(server.ask, "/v1/completions", LONG)
+        assert is_in.wait(PATIENCE_S)
+        assert server.ask("/health")[0] == 200
+        patch.setattr(engine_thread, "STUCK_S", -1.0)  # every step is too long
+        for path in ("/health", "/ping"):
+            status, _, message = error_of(server.ask(path))
+            assert status == 503
+            assert message.startswith("expected a step of the engine to end within")
+        gate.set()
+        assert asked.result()[0] == 200
+        wait_for(lambda: is_empty(llm))
+        assert server.ask("/health")[0] == 200
 
 
 def test_a_server_ends_with_its_engine(checkpoint):

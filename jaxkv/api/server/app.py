@@ -121,7 +121,10 @@ class App:
     # --- routes
 
     async def _health(self, request: Request) -> Response:
-        await self._llm.check_health()
+        try:
+            await self._llm.check_health()
+        except TimeoutError as error:
+            raise Refusal(503, str(error)) from error
         return JSONResponse({"status": "ok"})
 
     async def _version(self, request: Request) -> Response:
