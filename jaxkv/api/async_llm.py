@@ -66,7 +66,8 @@ class AsyncLLM(AsyncPoolingCalls):
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
         self._llm = LLM(model, **options)
         self._engine = EngineThread(self._llm)
-        # Prompts are made tokens of in a thread of their own, while steps go on.
+        # Prompts are made tokens of in a thread of their own, while steps go on. It ends with this
+        # object: a call that comes while the engine is shut down is to find it, and the end then.
         self._apart = self._llm._intake.apart()
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="jaxkv-tokenizer")
         self._streams: dict[Stream, None] = {}
@@ -319,7 +320,6 @@ class AsyncLLM(AsyncPoolingCalls):
         """
         self._forget()
         self._engine.shutdown()
-        self._tokenizing.shutdown(wait=False)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
