@@ -31,8 +31,8 @@ from jaxkv.requests.request import Request, Submission
 LOG = logging.getLogger("jaxkv")
 
 STUCK_S = 300.0
-"""Seconds after which a step that has not ended counts as stuck, as in vLLM. A long chunk takes
-seconds, and a program that a step has to wait for minutes.
+"""Seconds after which a step that has not ended counts as stuck: what vLLM waits for a step too. A
+long chunk takes seconds, and a program that a step has to wait for minutes.
 """
 
 T = TypeVar("T")
@@ -177,9 +177,9 @@ class _Outbox:
 
 class EngineThread:
     """The thread that has the engine, and the tokenizer with it: neither is for two threads at a
-    time. `AsyncLLM` makes tokens of prompts with a tokenizer of its own, in another one. Only what
-    looks at an `AsyncSession` without awaiting takes the engine's lock there, and waits for the end
-    of a step.
+    time. `AsyncLLM` makes tokens of prompts with a tokenizer of its own, in a thread of its own.
+    Only what looks at an `AsyncSession` without awaiting takes the engine's lock elsewhere, and
+    waits there for the end of a step.
 
     Others hand it commands through one queue, on which it waits when there is nothing else to do;
     what comes back goes through futures and outboxes. The first group of methods is for other
