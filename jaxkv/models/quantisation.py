@@ -14,7 +14,9 @@ GROUP_OF_FP4 = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", *GROUP_OF_FP4)
 """Of compressed-tensors."""
 
-MODELOPT = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+NVFP4 = ("NVFP4", "W4A16_NVFP4")
+MODELOPT = (*NVFP4, "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+"""Algorithms of modelopt that differ, among the first two and the others, in activations only."""
 
 SKIPPED = ("modules_to_not_convert", "ignore", "exclude_modules", "llm_int8_skip_modules")
 """Where libraries name what they do not quantise."""
@@ -117,7 +119,7 @@ def _read(given: ConfigReader) -> Quantisation:
     if method == "modelopt":
         algorithm = given.choice("quant_algo", None, MODELOPT)
         method = f"modelopt, {algorithm}"
-        if algorithm != "NVFP4":
+        if algorithm not in NVFP4:
             return Quantisation(method=method, kind="scaled")
         return Quantisation(method=method, kind="modelopt", bits=4, block=(0, 16))
     if method == "bitsandbytes":

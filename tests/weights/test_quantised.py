@@ -207,10 +207,11 @@ def move_beside(directory: Path, **changes: object) -> None:
     (directory / "hf_quant_config.json").write_text(json.dumps(beside))
 
 
-def test_the_file_of_older_versions_of_modelopt_is_read(tmp_path):
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4"])
+def test_the_file_of_older_versions_of_modelopt_is_read(tmp_path, algorithm):
     small, plain = quantised(tmp_path, "modelopt")
     written = (small / "config.json").read_text()
-    move_beside(small)
+    move_beside(small, quant_algo=algorithm)
     check_equal(loaded(small), loaded(plain))
     convert(small, tmp_path / "converted", dtype="float32")
     check_equal(loaded(tmp_path / "converted", load_converted), loaded(plain))
