@@ -15,8 +15,8 @@ FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantize
 """Of compressed-tensors."""
 
 NVFP4 = ("NVFP4", "W4A16_NVFP4")
-MODELOPT = (*NVFP4, "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
-"""Algorithms of modelopt that differ, among the first two and the others, in activations only."""
+OF_MODELOPT = (*NVFP4, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+"""Algorithms of modelopt. The first two differ in activations only; the last is by blocks."""
 
 SKIPPED = ("modules_to_not_convert", "ignore", "exclude_modules", "llm_int8_skip_modules")
 """Where libraries name what they do not quantise."""
@@ -117,10 +117,11 @@ def _read(given: ConfigReader) -> Quantisation:
     if method == "compressed-tensors":
         return _compressed(given)
     if method == "modelopt":
-        algorithm = given.choice("quant_algo", None, MODELOPT)
+        algorithm = given.choice("quant_algo", None, OF_MODELOPT)
         method = f"modelopt, {algorithm}"
         if algorithm not in NVFP4:
-            return Quantisation(method=method, kind="scaled")
+            block = (128, 128) if algorithm == "FP8_PB_WO" else BLOCK
+            return Quantisation(method=method, kind="scaled", block=block)
         return Quantisation(method=method, kind="modelopt", bits=4, block=(0, 16))
     if method == "bitsandbytes":
         if not given.flag("load_in_4bit", False):

@@ -168,7 +168,7 @@ class Form:
         Raises: KeyError, ValueError, IndexError if its parts do not fit together.
         """
         shape = self.shape(own, how)
-        own = self._with_columns(own, shape)
+        own = self._with_two_axes(own, shape)
         is_turned = self.is_turned or (part is not None and part.transposed)
         if is_turned and not self.is_turned:
             own = {last: x.swapaxes(-1, -2) if x.ndim > 1 else x for last, x in own.items()}
@@ -190,7 +190,7 @@ class Form:
         of a weight. num_parts: into how many its columns are divided. dtype: the model's.
         """
         shape = self.shape(own, how)
-        own = self._with_columns(own, shape)
+        own = self._with_two_axes(own, shape)
         is_turned = part is not None and part.transposed
         if (self.is_turned and not is_turned) or len(shape) < 2:
             return None
@@ -227,12 +227,18 @@ class Form:
         )
         return _divided(packing, width, num_parts)
 
-    def _with_columns(self, own: Parts, shape: tuple[int, ...]) -> Parts:
-        """Returns the parts, scales of rows that are stored as [out] as [out, 1]."""
-        return {
-            last: x[..., None] if last in self.scales and x.shape == shape[:-1] else x
-            for last, x in own.items()
-        }
+    def _with_two_axes(self, own: Parts, shape: tuple[int, ...]) -> Parts:
+        """Returns the parts, scales of rows that are stored as [out] as [out, 1], and those of
+        blocks that modelopt stores as [out, 1, in, 1] without the axes between.
+        """
+
+        def matrix(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            if x.shape == shape[:-1]:
+                return x[..., None]
+            is_of_modelopt = x.ndim == len(shape) + 2 and x.shape[-3::2] == (1, 1)
+            return x[..., 0, :, 0] if is_of_modelopt else x
+
+        return {last: matrix(x) if last in self.scales else x for last, x in own.items()}
 
 
 def _divided(packing: Packing, width: int, num_parts: int) -> Packing | None:

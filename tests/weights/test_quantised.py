@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -247,6 +248,24 @@ def test_scales_of_rows_may_be_a_vector(tmp_path, about):
     (small / "config.json").write_text(json.dumps(config))
     check_equal(loaded(small), loaded(plain))
     assert packed_names(small) == MATRICES
+
+
+def fp8_as_modelopt(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[dict, np.ndarray]:
+    values = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
+    scale = rng.uniform(0.01, 0.1, [-(-size // 128) for size in shape]).astype(np.float32)
+    whole = scale.repeat(128, axis=0).repeat(128, axis=1)[: shape[0], : shape[1]]
+    parts = {"weight": values, "weight_scale": scale[:, None, :, None]}
+    return parts, values.astype(np.float32) * whole
+
+
+def test_blocks_of_modelopt_have_scales_of_four_axes(tmp_path, monkeypatch):
+    about = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    monkeypatch.setitem(CASES, "blocks", (about, fp8_as_modelopt))
+    sizes = {"hidden_size": 160, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 40}
+    small, plain = quantised(tmp_path, "blocks", tiny_config("qwen2", **SIZES | sizes))
+    check_equal(loaded(small), loaded(plain))
+    assert packed_names(small) == {"down"}  # 160 columns are no whole blocks
+    check_planned(small)
 
 
 def test_an_engine_says_what_stays_quantised(tmp_path):
