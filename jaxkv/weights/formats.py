@@ -83,10 +83,8 @@ class Stored:
             raise ValueError(f"expected as many zero points as scales, {list(shape)}")
         size, count = self.shape[1], shape[1]
         if self.group_D is not None:
-            if (
-                len(self.group_D) != size
-                or not 0 <= self.group_D.min() <= self.group_D.max() < count
-            ):
+            is_one = self.group_D.shape == (size,) and size > 0
+            if not is_one or not 0 <= self.group_D.min() <= self.group_D.max() < count:
                 raise ValueError("expected a group for each column")
         elif count != 1 and (not self.block or -(-size // self.block) != count):
             raise ValueError(f"expected blocks of {self.block} along {size}, got {count}")
@@ -377,12 +375,12 @@ def _bitsandbytes(own: Parts, how: Quantisation) -> Stored:
     shape, block = _bitsandbytes_shape(own, how), how.block[1]
     pairs: npt.NDArray[Any] = np.ascontiguousarray(own["weight"]).reshape(-1).view(np.uint8)
     largest: npt.NDArray[Any] = own["absmax"]
-    if "nested_absmax" in own:
-        state, nested = _quant_state(own), own["nested_absmax"].astype(np.float32)
+    state = _quant_state(own)
+    if "nested_blocksize" in state:
         size, offset = state["nested_blocksize"], state["nested_offset"]
         if not is_int(size) or not 0 < size < 2**31 or not isinstance(offset, float | int):
             raise ValueError("expected nested_blocksize and nested_offset in quant_state")
-        block_N = np.arange(len(largest)) // size
+        nested, block_N = own["nested_absmax"].astype(np.float32), np.arange(largest.size) // size
         largest = own["nested_quant_map"].astype(np.float32)[largest] * nested[block_N]
         largest += np.float32(offset)
     if pairs.size * 2 != math.prod(shape) or largest.shape != (-(-pairs.size * 2 // block),):
@@ -415,6 +413,8 @@ def _by_rows(
     of_blocks: npt.NDArray[Any], values: npt.NDArray[Any], how: Quantisation
 ) -> npt.NDArray[Any]:
     """Repeats the figures of blocks of rows to all rows, of which the last block may have fewer."""
+    if of_blocks.ndim == 0:
+        raise ValueError("expected figures of blocks, got one number")
     size, block, count = len(values), how.block[0], len(of_blocks)
     if count == size:
         return of_blocks

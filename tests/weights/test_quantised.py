@@ -321,9 +321,11 @@ def test_what_is_not_built_is_refused_by_name(tmp_path, about, message):
     [
         ("int8", "weight_scale", lambda x: x[:-1]),
         ("packed", "weight_scale", lambda x: x[:, :-1]),
+        ("packed", "weight_scale", lambda x: x[0, 0]),
         ("packed", "weight_packed", lambda x: x[:, :-1]),
         ("gptq", "qzeros", lambda x: x[:-1]),
         ("gptq", "g_idx", lambda x: x + 99),
+        ("gptq", "g_idx", lambda x: x[0]),
         ("gptq", "qweight", lambda x: x.astype(np.int16)),
         ("awq", "scales", lambda x: x[:, :-1]),
         ("awq", "qzeros", None),
@@ -336,7 +338,9 @@ def test_what_is_not_built_is_refused_by_name(tmp_path, about, message):
         ("modelopt", "weight_scale_2", None),
         ("nf4", "weight.absmax", lambda x: x[:-1]),
         ("nf4", "weight.quant_map", lambda x: x[:-1]),
+        ("nf4", "weight.absmax", lambda x: x[0]),
         ("nf4", "weight.nested_absmax", lambda x: x[:0]),
+        ("nf4", "weight.nested_absmax", None),
         ("nf4", "weight.nested_quant_map", lambda x: x[:9]),
         ("nf4", "weight.nested_quant_map", None),
     ],
@@ -347,7 +351,7 @@ def test_parts_that_do_not_fit_together_are_named(tmp_path, case, last, change):
     name = f"model.layers.0.mlp.up_proj.{last}"
     part = tensors.pop(name)
     if change is not None:
-        tensors[name] = np.ascontiguousarray(change(part))
+        tensors[name] = np.array(change(part), order="C")  # of one number too
     save_file(tensors, small / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: expected"):
         loaded(small)
