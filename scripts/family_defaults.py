@@ -53,6 +53,7 @@ def defaults(model_type: str) -> dict[str, Any]:
         known["aliases"] = kind.attribute_map
     if rope.get("rope_type", "default") == "default":
         return known
+    known["rope_theta"] = kind.default_theta  # in a section of a file that has none
     if kind(rope_theta=7.0).rope_parameters["rope_theta"] == 7.0:  # a file's own theta counts
         del rope["rope_theta"]
     return known | {"rope_parameters": rope}

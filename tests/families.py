@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -805,12 +806,12 @@ def hf_config(variant: str) -> Any:
 
 
 def text_config(variant: str) -> dict[str, Any]:
-    """Returns what a tiny model's config.json says."""
+    """Returns what a tiny model's config.json says, of its own: transformers writes in it."""
     changes = (VARIANTS | PLAIN)[variant]
     left_out = OWN if {"n_embd", "attention_heads"} & changes.keys() else ()
     config = {key: value for key, value in SMALL.items() if key not in left_out}
     family = variant.split("-")[0]
-    return config | changes | {"model_type": HYPHENATED.get(family, family)}
+    return deepcopy(config | changes | {"model_type": HYPHENATED.get(family, family)})
 
 
 HYPHENATED = {"modernbert_decoder": "modernbert-decoder", "openai_gpt": "openai-gpt"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 
 import jax
@@ -214,6 +215,7 @@ OLD_LONG |= {"type": "longrope"}
         ("llama", {"rope_scaling": OLD_YARN, "original_max_position_embeddings": 32}),
         ("llama", {"rope_scaling": OLD_YARN | {"rope_type": "dynamic"}}),
         ("phi3", {"rope_scaling": OLD_LONG | {"original_max_position_embeddings": 64}}),
+        ("phi3", {"rope_scaling": OLD_LONG | {"type": "yarn"}}),
         ("ministral3", {"rope_scaling": OLD_YARN | {"llama_4_scaling_beta": 0.3}}),
         ("minimax_m2", {"rope_theta": 3e4, "rotary_dim": 4}),
     ],
@@ -223,7 +225,8 @@ def test_a_file_s_own_words_for_its_rotation_mean_what_transformers_makes_of_the
 
     config = families.text_config(variant)
     silent = {key: value for key, value in config.items() if key != "rope_parameters"}
-    theirs = AutoConfig.for_model(**silent, **said).rope_parameters
+    # It writes in what it is given.
+    theirs = AutoConfig.for_model(**deepcopy(silent | said)).rope_parameters
     again = silent | {"rope_parameters": theirs}
     key = "original_max_position_embeddings"
     again |= {key: said[key]} if key in said else {}
@@ -369,7 +372,7 @@ def test_a_config_means_what_transformers_writes_for_it(variant, said):
 
     config = families.text_config(variant) | said
     config = {key: value for key, value in config.items() if value is not None}
-    theirs = AutoConfig.for_model(**config).to_dict()
+    theirs = AutoConfig.for_model(**deepcopy(config)).to_dict()
     assert read(config) == read(json.loads(json.dumps(theirs)))
 
 

@@ -6,11 +6,16 @@ from __future__ import annotations
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import FULL, SLIDING, Layout, Names, read_decoder
+from jaxkv.models.rope_config import rope_section
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader, *, family: str = "phi3") -> tuple[ModelSpec, Layout]:
     kind = FULL if config.get("sliding_window") is None else SLIDING
+    rope = rope_section(config).values
+    if rope.get("rope_type", rope.get("type")) == "yarn":  # what early files call longrope
+        rope = {**rope, "rope_type": "longrope"}
+        config = config.replaced(rope_parameters=rope, rope_scaling=None)
     return read_decoder(
         config,
         family=family,
