@@ -54,6 +54,11 @@ class ConfigReader:
             raise self.fail(key, f"a whole number from 1 to {at_most}")
         return value
 
+    @property
+    def num_layers(self) -> int:
+        """Reads how many layers the model has."""
+        return self.size("num_hidden_layers", at_most=MAX_LAYERS)
+
     def number(
         self, key: str, default: float | None = None, *, at_least: float = MIN_NUMBER
     ) -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     QK_NORMED,
     QKV,
@@ -29,11 +29,8 @@ NAMES = replace(
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers, hidden = (
-        config.size("num_hidden_layers", at_most=MAX_LAYERS),
-        config.size("hidden_size"),
-    )
-    kinds = read_kinds(config, num_layers, every=config.size("global_attn_every_n_layers", 4))
+    hidden = config.size("hidden_size")
+    kinds = read_kinds(config, every=config.size("global_attn_every_n_layers", 4))
     rope = read_rope(
         config, max_len=config.size("max_position_embeddings"), head_dim=config.size("head_dim")
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import LLAMA, Layout, leaf
 from jaxkv.models.families.deepseek_v3 import read_deepseek
 from jaxkv.models.families.experts import first_dense, listed_dense
@@ -26,6 +26,5 @@ def read_dense(config: ConfigReader) -> Collection[int]:
     `mlp_layer_types` and `first_k_dense_replace` say no other.
     """
     config = config.with_defaults({"first_k_dense_replace": 1})
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     every, first = config.size("moe_layer_freq", 1), first_dense(config)
-    return listed_dense(config, [i for i in range(num_layers) if i in first or i % every])
+    return listed_dense(config, [i for i in range(config.num_layers) if i in first or i % every])

@@ -77,7 +77,7 @@ def _limits(config: ConfigReader) -> GateLimits:
     """Reads limits for each layer, as vLLM does; transformers 5.24 reads none."""
     found = []
     for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
-        num_layers, given = config.size("num_hidden_layers"), config.get(key)
+        num_layers, given = config.num_layers, config.get(key)
         limits = [0 if one is None else one for one in given] if isinstance(given, list) else given
         if given is not None and not (
             isinstance(limits, list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxkv.config import is_int
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import MLP, QKV, Layout, Names, read_decoder
 from jaxkv.models.families.hybrid import with_mixer
 from jaxkv.models.families.ssm import read_bamba_mixer
@@ -19,7 +19,7 @@ NAMES = Names(
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     full = config.get("attn_layer_indices", [])
     known = isinstance(full, list) and all(is_int(one) and 0 <= one < num_layers for one in full)
     if not known:

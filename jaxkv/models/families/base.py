@@ -205,7 +205,7 @@ def read_decoder(
     the `ModelSpec` has.
     """
     hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     kv_heads = config.size("num_key_value_heads", num_heads)
     head_dim = config.size("head_dim", max(1, hidden // num_heads))
     if num_heads % kv_heads:
@@ -308,23 +308,21 @@ def _unread(config: ConfigReader, names: Names, num_layers: int) -> tuple[tuple[
     return tuple(patterns), count
 
 
-def read_kinds(
-    config: ConfigReader, num_layers: int, *, every: int = 0, first_full: bool = False
-) -> list[str]:
+def read_kinds(config: ConfigReader, *, every: int = 0, first_full: bool = False) -> list[str]:
     """Reads `layer_types`; without it every so many layers, the last of them (or the first), have
     full attention, and all others a window. every: 0 for none.
     """
     if config.get("layer_types") is not None:
-        return config.kinds("layer_types", num_layers, (FULL, SLIDING))
-    place = 0 if first_full else every - 1
-    return [FULL if every and i % every == place else SLIDING for i in range(num_layers)]
+        return config.kinds("layer_types", config.num_layers, (FULL, SLIDING))
+    place, numbers = 0 if first_full else every - 1, range(config.num_layers)
+    return [FULL if every and i % every == place else SLIDING for i in numbers]
 
 
 def qwen_kinds(config: ConfigReader) -> list[str]:
     """Reads each layer's kind in Qwen's spelling: `layer_types`, or `use_sliding_window` from
     `max_window_layers` on.
     """
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     has_window = config.flag("use_sliding_window", False)
     has_window = has_window and config.get("sliding_window") is not None
     if has_window:

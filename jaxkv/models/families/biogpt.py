@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families import opt
 from jaxkv.models.families.base import QKV, Layout, read_decoder
 from jaxkv.models.spec import ModelSpec, Scales
@@ -25,7 +25,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         family="biogpt",
         names=NAMES,
         biased=("attn_norm", "mlp_norm", "norm", *QKV, "o", "up", "down"),
-        ropes=[None] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
+        ropes=[None] * config.num_layers,
         eps=None,
         norm="layer",
         scales=Scales(embed=factor),

@@ -39,7 +39,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         family="bloom",
         names=NAMES,
         biased=("attn_norm", *QKV, "o", "mlp_norm", "up", "down", "norm"),
-        ropes=[None] * config.size("num_hidden_layers"),
+        ropes=[None] * config.num_layers,
         fused_by_head=True,
         eps="layer_norm_epsilon",
         norm="layer",

@@ -4,7 +4,7 @@ nothing. Source: arXiv 2504.00698.
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import QKV, SLIDING, Layout, Names, read_decoder, read_kinds
 from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import ModelSpec, Scales
@@ -12,8 +12,7 @@ from jaxkv.models.spec import ModelSpec, Scales
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = (*QKV, "o") * config.flag("attention_bias", False)
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    kinds = read_kinds(config, num_layers, every=config.size("sliding_window_pattern", 4))
+    kinds = read_kinds(config, every=config.size("sliding_window_pattern", 4))
     hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     rope = read_rope(
         config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, QKV, SLIDING, Layout, Names, read_decoder
 from jaxkv.models.families.experts import (
     MAX_EXPERTS,
@@ -53,7 +53,7 @@ def _kinds(config: ConfigReader) -> list[str]:
     """Reads `layer_types`; without it a period for the dense layers in front, and one for the
     rest, whose last layers see everything.
     """
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     if config.get("layer_types") is not None:
         return config.kinds("layer_types", num_layers, (FULL, SLIDING))
     num_dense = len(first_dense(config))

@@ -4,17 +4,16 @@ layer, which may rotate nothing; for text alone. Source: transformers' cohere_co
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, QKV, Layout, Names, read_decoder, read_kinds
 from jaxkv.models.rope_config import read_layer_ropes
 from jaxkv.models.spec import ModelSpec, RopeSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    kinds = [FULL] * num_layers
+    kinds = [FULL] * config.num_layers
     if config.get("layer_types") is not None:
-        kinds = read_kinds(config, num_layers)
+        kinds = read_kinds(config)
     return read_decoder(
         config,
         family="cohere_compass_text",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import MLP, Layout, read_decoder, read_kinds
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     return read_decoder(
         config,
         family="cwm",
         biased=MLP * config.flag("mlp_bias", False),
-        kinds=read_kinds(config, num_layers, every=4, first_full=True),
+        kinds=read_kinds(config, every=4, first_full=True),
     )

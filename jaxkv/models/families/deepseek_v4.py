@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     Layout,
     Leaf,
@@ -67,7 +67,7 @@ Form = tuple[str, str]
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     if config.size("num_key_value_heads", 1) != 1:
         raise config.fail("num_key_value_heads", "1: a row is the key of every head")
     rates, kinds = _rates(config), _kinds(config, num_layers)
@@ -126,7 +126,7 @@ def _read_form(
     config: ConfigReader, form: Form, keepers: Mapping[str, Compressor | None]
 ) -> tuple[ModelSpec, Layout]:
     kind, mlp_kind = form
-    num_layers, head_dim = config.size("num_hidden_layers"), config.size("head_dim")
+    num_layers, head_dim = config.num_layers, config.size("head_dim")
     experts = Experts(
         count=config.size("n_routed_experts", at_most=MAX_EXPERTS),
         width=config.size("moe_intermediate_size"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, Layout, Leaf, Part, leaf
 from jaxkv.models.families.hybrid import rows_of
 from jaxkv.models.recurrent import GatedDelta
@@ -26,7 +26,7 @@ def read_linear_layers(config: ConfigReader, *, every: int) -> list[int]:
     """Lists the layers with a recurrence: by `layer_types`, and without it all but the last of
     every so many.
     """
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     kinds = [FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
     if config.get("layer_types") is not None:
         kinds = config.kinds("layer_types", num_layers, (FULL, LINEAR))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from jaxkv.config import is_int
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import Layout, read_decoder
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, first_dense, read_router
 from jaxkv.models.spec import ModelSpec
@@ -31,7 +31,7 @@ def read_experts(config: ConfigReader) -> Experts:
 
 def read_dense(config: ConfigReader) -> list[int]:
     """Lists the layers without experts."""
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     start = len(first_dense(config, "moe_layer_start_index"))
     step = config.size("moe_layer_interval", 1)
     last = config.get("moe_layer_end_index", -1)

@@ -4,7 +4,7 @@ Source: arXiv 2507.11407.
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, POST_NORMED, SLIDING, Layout, read_decoder, read_kinds
 from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import ModelSpec, RopeSpec
@@ -17,7 +17,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 def read_kinds_and_ropes(config: ConfigReader) -> tuple[list[str], list[RopeSpec | None]]:
     """Reads of each layer whether it has a window, and its rotary embedding, if it has one."""
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     rope = read_rope(
         config,
@@ -36,11 +36,11 @@ def read_kinds_and_ropes(config: ConfigReader) -> tuple[list[str], list[RopeSpec
 def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
     """Reads each layer's kind; a pattern may be a number, or a text such as "LLLG"."""
     if config.get("layer_types") is not None:  # a pattern beside it counts for nothing
-        return read_kinds(config, num_layers)
+        return read_kinds(config)
     pattern = config.get("sliding_window_pattern", 4)
     if not isinstance(pattern, str):
         every = config.size("sliding_window_pattern", 4)
-        return read_kinds(config, num_layers, every=every)
+        return read_kinds(config, every=every)
     if not pattern or set(pattern) - {"L", "G"}:
         raise config.fail("sliding_window_pattern", "a number or a text of L and G")
     turns = [SLIDING if one == "L" else FULL for one in pattern]

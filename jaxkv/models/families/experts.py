@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from jaxkv.config import is_int
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import Leaf, Part, leaf
 from jaxkv.ops.experts import Router
 
@@ -186,16 +186,15 @@ def qwen_dense(config: ConfigReader) -> list[int]:
     """Lists the layers without experts, as Qwen's configs say it: `mlp_only_layers`, and all but
     every `decoder_sparse_step`th.
     """
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     step, listed = config.size("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(is_int(layer) for layer in listed):
         raise config.fail("mlp_only_layers", "a list of layers")
-    return [i for i in range(num_layers) if i in listed or (i + 1) % step]
+    return [i for i in range(config.num_layers) if i in listed or (i + 1) % step]
 
 
 def first_dense(config: ConfigReader, key: str = "first_k_dense_replace") -> range:
     """Reads how many layers from the first on have no experts."""
-    given, num_layers = config.get(key, 0), config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    given, num_layers = config.get(key, 0), config.num_layers
     if not is_int(given) or not 0 <= given <= num_layers:
         raise config.fail(key, f"a number of the {num_layers} layers")
     return range(given)
@@ -203,10 +202,9 @@ def first_dense(config: ConfigReader, key: str = "first_k_dense_replace") -> ran
 
 def listed_dense(config: ConfigReader, otherwise: Collection[int] = ()) -> Collection[int]:
     """Lists the layers without experts, those that are "dense" in `mlp_layer_types`."""
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     if config.get("mlp_layer_types") is None:
         return otherwise
-    kinds = config.kinds("mlp_layer_types", num_layers, ("dense", "sparse"))
+    kinds = config.kinds("mlp_layer_types", config.num_layers, ("dense", "sparse"))
     return [layer for layer, kind in enumerate(kinds) if kind == "dense"]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.alibi import MAX_LEN, slopes, with_slopes
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
 from jaxkv.models.spec import ModelSpec
 
@@ -36,7 +36,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     elif not is_new and not config.flag("parallel_attn", True):
         names = replace(NAMES, mlp_norm="post_attention_layernorm")
     width = config.get("ffn_hidden_size") or 4 * config.size("hidden_size")
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     spec, layout = read_decoder(
         config.replaced(num_key_value_heads=kv_heads, intermediate_size=width),
         family="falcon",
@@ -48,7 +47,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         activation="activation",
         norm="layer",
         is_parallel=is_new or config.flag("parallel_attn", True),
-        ropes=[None] * num_layers if falls else None,
+        ropes=[None] * config.num_layers if falls else None,
     )
     if not falls:
         return spec, layout

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
     QK_NORMED,
@@ -60,7 +60,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 def _kinds(config: ConfigReader) -> list[str]:
     """Reads each layer's kind; without a list the first two, every fourth and the last see all."""
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     if config.get("layer_types") is not None:
         return config.kinds("layer_types", num_layers, (FULL, SLIDING))
     full = [i < 2 or i % 4 == 1 or i == num_layers - 1 for i in range(num_layers)]

@@ -6,20 +6,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import QKV, SANDWICH, Layout, read_decoder, read_kinds
 from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("use_bidirectional_attention", False)
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     return read_decoder(
         config,
         family="gemma2",
         names=SANDWICH,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
-        kinds=read_kinds(config, num_layers, every=2),
+        kinds=read_kinds(config, every=2),
         **scales(config),
     )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
     QKV,
@@ -24,9 +24,8 @@ from jaxkv.models.spec import ModelSpec, RopeSpec
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("use_bidirectional_attention", False)
     config.refuse("attn_logit_softcapping")  # transformers reads it and caps nothing
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     pattern = config.size("sliding_window_pattern", 6)
-    kinds = read_kinds(config, num_layers, every=pattern)
+    kinds = read_kinds(config, every=pattern)
     return read_decoder(
         config,
         family="gemma3_text",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jaxkv.config import is_int
 from jaxkv.models.altup import JOIN, ROUTER, SPREAD
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     QKV,
     Layout,
@@ -41,8 +41,8 @@ class Form(NamedTuple):
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("altup_active_idx", 0)
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    kinds = read_kinds(config, num_layers, every=5)
+    num_layers = config.num_layers
+    kinds = read_kinds(config, every=5)
     sources = read_sources(config, kinds)
     widths, cutoffs = _widths(config, num_layers), _cutoffs(config, num_layers)
     forms = [

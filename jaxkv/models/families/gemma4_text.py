@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
     QKV,
@@ -31,8 +31,7 @@ NAMES = replace(SANDWICH, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 def read(config: ConfigReader, *, family: str = "gemma4_text") -> tuple[ModelSpec, Layout]:
     """Reads the model, or one that is alike but for its name."""
     config.refuse("use_bidirectional_attention", False, "vision")
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    kinds = read_kinds(config, num_layers, every=6)
+    kinds = read_kinds(config, every=6)
     kinds[-1] = FULL
     sources = read_sources(config, kinds)
     forms = [
@@ -41,7 +40,7 @@ def read(config: ConfigReader, *, family: str = "gemma4_text") -> tuple[ModelSpe
     ]
     spec, layout = read_forms(forms, lambda form: _read_form(config, form, kinds))
     width = config.get("hidden_size_per_layer_input") or 0
-    own_top, own_layer = own_inputs(config, num_layers) if width else ({}, {})
+    own_top, own_layer = own_inputs(config, config.num_layers) if width else ({}, {})
     own_layer["scalar"] = leaf("model.layers.{layer}.layer_scalar", (1,), (None,))
     has_shared = any(source != layer for layer, source in enumerate(sources))
     groups = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, Layout
 from jaxkv.models.families.delta import (
     CONV_ACTIVATIONS,
@@ -28,7 +28,7 @@ LEAST_DECAY = -5.0
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     for key, harmless in (
         ("mla_use_nope", True),
         ("qk_rope_head_dim", 0),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import Layout, leaf, read_decoder, read_forms
 from jaxkv.models.families.gpt_neox import NAMES
 from jaxkv.models.spec import ModelSpec
@@ -21,7 +21,7 @@ OWN_NAMES = replace(
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     theta, part = config.get("rotary_emb_base", 10000.0), config.get("rotary_pct", 1.0)
     width = config.size("hidden_size") * config.size("intermediate_multiple_size", 4)
     config = config.replaced(

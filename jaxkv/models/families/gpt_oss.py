@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import QKV, Layout, Leaf, Part, leaf, read_decoder, read_kinds
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
 from jaxkv.models.spec import AttentionSpec, ModelSpec
@@ -19,12 +19,11 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     refuse_other_gates(config)
     count = config.size("num_local_experts", at_most=MAX_EXPERTS)
     width, hidden = config.size("intermediate_size"), config.size("hidden_size")
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     spec, layout = read_decoder(
         config,
         family="gpt_oss",
         biased=(*QKV, "o") * config.flag("attention_bias", True),
-        kinds=read_kinds(config, num_layers, every=2),
+        kinds=read_kinds(config, every=2),
         attention=AttentionSpec(has_sinks=True),
         experts=Experts(count=count, width=width, router="mlp.router").leaves,
         router=read_router(config, count, used="num_experts_per_tok", of_chosen=True),

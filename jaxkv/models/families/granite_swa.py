@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import MLP, QKV, Layout, leaf, read_decoder, read_kinds
 from jaxkv.models.families.granite import scales
 from jaxkv.models.rope_config import read_rope
@@ -18,15 +18,14 @@ def read(
     config: ConfigReader, *, family: str = "granite_swa", **more: Any
 ) -> tuple[ModelSpec, Layout]:
     """Reads the model, or one that is alike but for what `more` says."""
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     biased += MLP * config.flag("mlp_bias", False)
     spec, layout = read_decoder(
         config,
         family=family,
         biased=biased,
-        kinds=read_kinds(config, num_layers, every=4, first_full=True),
-        ropes=_ropes(config, num_layers),
+        kinds=read_kinds(config, every=4, first_full=True),
+        ropes=_ropes(config, config.num_layers),
         attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0), has_sinks=True),
         scales=scales(config),
         **more,

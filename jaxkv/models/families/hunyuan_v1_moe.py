@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families import hunyuan_v1_dense
 from jaxkv.models.families.base import Layout
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
@@ -31,7 +31,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 def _alike(config: ConfigReader, *keys: str) -> ConfigReader:
     """Returns a reader that finds one number for keys that may have it for each layer."""
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     for key in keys:
         given = config.get(key)
         if isinstance(given, list):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import Layout, leaf
 from jaxkv.models.families.experts import listed_dense, read_grouped
 from jaxkv.models.families.latent import read_index, read_latent, with_shared
@@ -26,7 +26,7 @@ def read(
     config: ConfigReader, *, family: str = "hy_v4", interleaved: bool = False
 ) -> tuple[ModelSpec, Layout]:
     """Reads the model, or one that is alike but for how numbers are paired to be rotated."""
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     hyper = replace(
         read_streams(config),
         most=config.number("hc_magnitude", 2.0),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxkv.config import is_int
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.bamba import NAMES
 from jaxkv.models.families.base import Layout, read_decoder
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
@@ -17,7 +17,7 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     full = _every(config, "attn_layer", num_layers)
     hidden = config.size("hidden_size")
     mixer = read_mamba(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.config import is_int
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, Layout, Leaf, Part, leaf
 from jaxkv.models.families.delta import (
     CHANNELS,
@@ -81,7 +81,7 @@ def _dense_layers(config: ConfigReader) -> list[int]:
 
 
 def _num_layers(config: ConfigReader) -> int:
-    return config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    return config.num_layers
 
 
 def _leaves(mixer: GatedDelta, hidden: int) -> dict[str, Leaf]:

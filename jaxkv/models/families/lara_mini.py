@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, QK_NORMED, QKV, SLIDING, Layout, read_decoder
 from jaxkv.models.families.delta import (
     CONV_ACTIVATIONS,
@@ -64,7 +64,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 
 def _kinds(config: ConfigReader) -> list[str]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     if config.get("layer_types") is None:
         return [PERIOD[layer % len(PERIOD)] for layer in range(num_layers)]
     return config.kinds("layer_types", num_layers, (LINEAR, SLIDING, FULL))

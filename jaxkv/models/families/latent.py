@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.config import is_int
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import LLAMA, Layout, Leaf, Part, leaf, read_decoder
 from jaxkv.models.families.hybrid import INDEX, with_leaves, without_attention
 from jaxkv.models.rope_config import read_rope, rope_section, yarn_mscale
@@ -51,7 +51,7 @@ def read_latent(
     config = config.replaced(num_key_value_heads=num_heads, head_dim=plain + rotated)
     spec, layout = read_decoder(
         config,
-        ropes=[rope if rotates else None] * config.size("num_hidden_layers"),
+        ropes=[rope if rotates else None] * config.num_layers,
         attention=AttentionSpec(
             scale=factor * (plain + rotated) ** -0.5, temperature=temperature, index=index
         ),
@@ -195,13 +195,12 @@ def every_few(config: ConfigReader, num_layers: int) -> list[int]:
 
 
 def _shared_layers(config: ConfigReader, otherwise: list[int]) -> list[int]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     key = next((x for x in ("indexer_types", "index_topk_pattern") if config.get(x)), None)
     if key is None:
         return otherwise
     if isinstance(config.get(key), str):
         config = config.replaced(**{key: list(config.get(key))})
-    kinds = config.kinds(key, num_layers, ("full", "shared", "F", "S"))
+    kinds = config.kinds(key, config.num_layers, ("full", "shared", "F", "S"))
     shared = [layer for layer, kind in enumerate(kinds) if kind in ("shared", "S")]
     if 0 in shared:
         raise config.fail(key, "a first layer that is full: there is none before it to share with")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkv.config import is_int
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, Layout, Leaf, Names, Part, leaf, read_decoder
 from jaxkv.models.families.hybrid import rows_of, with_mixer
 from jaxkv.models.recurrent import ShortConv
@@ -37,7 +37,7 @@ def read_lfm2(config: ConfigReader, **more: Any) -> tuple[ModelSpec, Layout]:
     """Reads LFM2 with what else a family of it has."""
     if config.get("tie_embedding") is not None:
         config = config.replaced(tie_word_embeddings=config.flag("tie_embedding", True))
-    kinds = _kinds(config, config.size("num_hidden_layers", at_most=MAX_LAYERS))
+    kinds = _kinds(config, config.num_layers)
     layers = [layer for layer, kind in enumerate(kinds) if kind == CONV]
     return read_convolutions(config, layers, names=NAMES, **more)
 

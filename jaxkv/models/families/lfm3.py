@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, QKV, SLIDING, Layout, leaf
 from jaxkv.models.families.lfm2 import CONV, NAMES, read_convolutions
 from jaxkv.models.rope_config import read_layer_ropes
@@ -19,7 +19,7 @@ ROPES = {
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     kinds = [
         FULL if i % 4 == 2 else SLIDING if i and i % 4 == 0 else CONV for i in range(num_layers)
     ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxkv.config import is_int
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, QKV, Layout, Names, read_decoder, read_forms
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
 from jaxkv.models.families.smollm3 import read_rotates
@@ -30,7 +30,7 @@ class Form(NamedTuple):
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     rotates = read_rotates(
         config.replaced(no_rope_layers=config.get("no_rope_layers") or None), num_layers
     )

@@ -4,7 +4,7 @@ card, JetBrains/Mellum2-12B-A2.5B-Base.
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, QK_NORMED, QKV, SLIDING, Layout, read_decoder
 from jaxkv.models.families.experts import listed_dense, read_router
 from jaxkv.models.families.qwen3_moe import read_experts
@@ -13,7 +13,7 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     kinds = [FULL] * num_layers
     if config.get("layer_types") is not None:
         kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
     QKV,
@@ -24,7 +24,7 @@ DENSE, SPARSE = "dense", "sparse"
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     if config.get("sliding_window_size") is not None:  # which does not count the query itself
         config = config.replaced(sliding_window=config.size("sliding_window_size") + 1)
     kinds = [SLIDING if i and (i + 1) % 6 else FULL for i in range(num_layers)]

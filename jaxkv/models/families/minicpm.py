@@ -19,7 +19,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 def read_scales(config: ConfigReader) -> Scales:
     """Reads MiniCPM's factors; one that is null changes nothing."""
-    hidden, depth = config.size("hidden_size"), config.size("num_hidden_layers")
+    hidden, depth = config.size("hidden_size"), config.num_layers
     return Scales(
         embed=config.number("scale_emb", 1.0),
         residual=config.number("scale_depth", depth**0.5) / depth**0.5,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, LLAMA, Layout, Leaf, leaf, read_decoder
 from jaxkv.models.families.delta import CHANNELS, LINEAR
 from jaxkv.models.families.experts import read_mixtral, read_router
@@ -19,7 +19,7 @@ DERIVED = r"model\.layers\.\d+\.self_attn\.(slope_rate|(query|key|diagonal)_deca
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     kinds = [LINEAR if i % 2 else FULL for i in range(num_layers)]
     if config.get("layer_types") is not None:
         kinds = config.kinds("layer_types", num_layers, (FULL, LINEAR))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, QK_NORMED, Layout, Leaf, leaf, read_decoder
 from jaxkv.models.families.experts import listed_dense, read_mixtral, read_router
 from jaxkv.models.families.gpt_oss import refuse_other_gates
@@ -32,7 +32,7 @@ PUBLISHED = {
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     refuse_other_gates(config)
     config = _flat(config)
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     kinds = [FULL] * num_layers
     if config.get("layer_types") is not None:
         kinds = config.kinds("layer_types", num_layers, (FULL, SPARSE))

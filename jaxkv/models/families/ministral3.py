@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, SLIDING, Layout, read_decoder
 from jaxkv.models.rope_config import rope_section
 from jaxkv.models.spec import AttentionSpec, ModelSpec, QueryTemperature
@@ -15,7 +15,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
         family="ministral3",
-        kinds=[kind] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
+        kinds=[kind] * config.num_layers,
         attention=AttentionSpec(temperature=read_temperature(config)),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.config import is_int
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import LLAMA, Layout, Leaf, leaf, read_forms
 from jaxkv.models.families.experts import first_dense, listed_dense, read_grouped
 from jaxkv.models.families.hybrid import with_leaves
@@ -45,7 +45,7 @@ SPELLINGS = (
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     config.refuse("q_lora_rank")
     config.refuse("mlp_bias", False)
     rotates = read_rotates(config, num_layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, SLIDING, Layout, read_decoder
 from jaxkv.models.families.experts import read_mixtral, read_router
 from jaxkv.models.spec import ModelSpec
@@ -10,7 +10,7 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kind = FULL if config.get("sliding_window") is None else SLIDING
-    kinds = [kind] * config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    kinds = [kind] * config.num_layers
     experts = read_mixtral(config)
     router = read_router(config, experts.count, used="num_experts_per_tok", is_normalised=True)
     return read_decoder(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.config import is_int
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families import llama
 from jaxkv.models.families.base import Layout, Part
 from jaxkv.models.spec import ModelSpec
@@ -20,7 +20,7 @@ MORE_TOKENS = 8
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    total = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    total = config.num_layers
     left_out = config.get("cross_attention_layers", list(OF_PICTURES))
     if not isinstance(left_out, list) or not all(is_int(one) for one in left_out):
         raise config.fail("cross_attention_layers", "a list of whole numbers")

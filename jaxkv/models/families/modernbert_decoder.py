@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
     QKV,
@@ -41,7 +41,7 @@ THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("classifier_activation", config.get("hidden_activation", "gelu"))
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     kinds = _kinds(config, num_layers)
     # A window of its own counts more: transformers writes both.
     if SLIDING in kinds and config.get("sliding_window") is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
 from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec
@@ -60,7 +60,7 @@ def _ropes(config: ConfigReader) -> list[RopeSpec]:
     """Reads the embedding of each layer: that of the config in `rope_scaling_layers`, in all others
     one of the same theta that is not scaled.
     """
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     scaled = read_rope(
         config,
         max_len=config.size("max_position_embeddings"),

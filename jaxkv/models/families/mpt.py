@@ -46,7 +46,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config,
         family="mpt",
         names=NAMES,
-        ropes=[None] * config.size("num_hidden_layers"),
+        ropes=[None] * config.num_layers,
         eps="layer_norm_epsilon",
         norm="layer",
         attention=AttentionSpec(clip=own.cap("clip_qkv"), scale=scale),

@@ -4,7 +4,7 @@ karpathy/nanochat.
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
 from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
@@ -21,7 +21,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
             norm=None, attn_norm=None, mlp_norm=None, gate=None, up="mlp.fc1", down="mlp.fc2"
         ),
         biased=(*QKV, "o") * config.flag("attention_bias", False),
-        ropes=[rope] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
+        ropes=[rope] * config.num_layers,
         unit_norms=("attn_norm", "mlp_norm", "norm", "embed_norm", "q_norm", "k_norm"),
         scales=Scales(logit_cap=config.cap("final_logit_softcapping")),
         attention=AttentionSpec(norm_after_rope=True),

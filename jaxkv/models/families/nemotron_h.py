@@ -77,7 +77,7 @@ def _forms(config: ConfigReader) -> list[str]:
 
 def _read_form(config: ConfigReader, form: str) -> tuple[ModelSpec, Layout]:
     """Reads the model as if all of its layers were of one form."""
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     mixture: dict[str, Any] = {}
     if form == "moe":
         config.refuse("mlp_bias", False)

@@ -4,7 +4,7 @@ Source: arXiv 2512.13961.
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import POST_NORMED, QKV, Layout, read_decoder, read_kinds
 from jaxkv.models.families.gemma3_text import read_window_ropes
 from jaxkv.models.spec import AttentionSpec, ModelSpec
@@ -14,8 +14,7 @@ THETA = 500000.0
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    kinds = read_kinds(config, num_layers, every=4)
+    kinds = read_kinds(config, every=4)
     return read_decoder(
         config,
         family="olmo3",

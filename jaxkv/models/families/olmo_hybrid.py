@@ -45,7 +45,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
             family="olmo_hybrid",
             names=LLAMA if is_linear else POST_NORMED,
             biased=(*QKV, "o") * config.flag("attention_bias", False),
-            ropes=None if theta is not None else [None] * config.size("num_hidden_layers"),
+            ropes=None if theta is not None else [None] * config.num_layers,
             attention=AttentionSpec(qk_norm="whole"),
             activations=CONV_ACTIVATIONS,
         )
@@ -55,7 +55,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         leaves = _leaves(mixer, spec.hidden_size)
         return with_mixer(found, range(spec.num_layers), mixer, leaves)
 
-    forms = [layer in layers for layer in range(config.size("num_hidden_layers"))]
+    forms = [layer in layers for layer in range(config.num_layers)]
     spec, layout = read_forms(forms, read_form)
     return spec, replace(layout, spellings=SPELLINGS)
 

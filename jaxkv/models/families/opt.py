@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import QKV, Layout, Leaf, Names, Part, leaf, read_decoder
 from jaxkv.models.spec import ModelSpec
 
@@ -40,7 +40,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         family="opt",
         names=NAMES if is_before else replace(NAMES, norm=None),
         biased=biased,
-        ropes=[None] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
+        ropes=[None] * config.num_layers,
         eps=None,
         activation="activation_function",
         norm="layer",

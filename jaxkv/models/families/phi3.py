@@ -4,7 +4,7 @@ rotated heads. Source: arXiv 2404.14219, 2503.01743.
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, SLIDING, Layout, Names, read_decoder
 from jaxkv.models.rope_config import rope_section
 from jaxkv.models.spec import ModelSpec
@@ -21,5 +21,5 @@ def read(config: ConfigReader, *, family: str = "phi3") -> tuple[ModelSpec, Layo
         family=family,
         partly=True,
         names=Names(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
-        kinds=[kind] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
+        kinds=[kind] * config.num_layers,
     )

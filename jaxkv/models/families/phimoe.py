@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, QKV, SLIDING, Layout, read_decoder
 from jaxkv.models.families.experts import read_mixtral, read_router
 from jaxkv.models.rope_config import read_rope, rope_section
@@ -14,7 +14,7 @@ from jaxkv.models.spec import ModelSpec, RopeSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     biased += ("head",) * config.flag("lm_head_bias", False)
     experts = read_mixtral(config)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
     QKV,
@@ -45,6 +45,5 @@ def _kinds(config: ConfigReader) -> list[str]:
     """
     if config.get("layer_types") is not None or not config.flag("use_sliding_window", False):
         return qwen_kinds(config)
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     first = max_window_layers(config)
-    return [SLIDING if i % 2 == 0 and i < first else FULL for i in range(num_layers)]
+    return [SLIDING if i % 2 == 0 and i < first else FULL for i in range(config.num_layers)]

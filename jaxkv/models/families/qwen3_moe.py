@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, QK_NORMED, QKV, SLIDING, Layout, read_decoder
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, qwen_dense, read_router
 from jaxkv.models.spec import ModelSpec
@@ -15,7 +15,6 @@ def read(
     count = experts.count
     is_normalised = config.flag("norm_topk_prob", False)
     # For all layers or none: `max_window_layers` says nothing here.
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     has_window = (
         config.flag("use_sliding_window", False) and config.get("sliding_window") is not None
     )
@@ -24,7 +23,7 @@ def read(
         family=family,
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
-        kinds=[SLIDING if has_window else FULL] * num_layers,
+        kinds=[SLIDING if has_window else FULL] * config.num_layers,
         experts=experts.leaves,
         is_dense=qwen_dense(config),
         router=read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised),

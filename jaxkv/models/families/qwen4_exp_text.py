@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, QK_NORMED, Layout, leaf
 from jaxkv.models.families.delta import LINEAR, read_linear_layers
 from jaxkv.models.families.hybrid import rows_of, with_leaves
@@ -26,7 +26,7 @@ NAMES = replace(QK_NORMED, norm=None, attn_norm=None, mlp_norm=None)
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     config = config.replaced(intermediate_size=config.size("moe_intermediate_size"))
     if config.get("layer_types") is not None:
         kinds = config.kinds("layer_types", num_layers, (LINEAR, INDEXED, FULL))

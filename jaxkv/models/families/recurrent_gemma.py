@@ -45,7 +45,7 @@ MAX_LEN = 8192
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     hidden, num_layers = (
         config.size("hidden_size"),
-        config.size("num_hidden_layers", at_most=MAX_LAYERS),
+        config.num_layers,
     )
     both = config.size("intermediate_size")
     if both % 2:

@@ -5,14 +5,14 @@ without rope).
 from __future__ import annotations
 
 from jaxkv.config import is_int
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, MLP, QKV, SLIDING, Layout, read_decoder
 from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     biased += MLP * config.flag("mlp_bias", False)
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, Layout, Leaf, Names, Part, leaf, read_decoder
 from jaxkv.models.families.delta import CHANNELS, LINEAR, MAX_KERNEL
 from jaxkv.models.families.hybrid import rows_of, with_mixer
@@ -182,7 +182,7 @@ def read_only_mixers(
 
     How long a sequence may get no checkpoint says, as states are of one size: `MAX_LEN` tokens.
     """
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     # What there is none of has to have a size.
     sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size"), 1)
     config = config.with_defaults({"max_position_embeddings": MAX_LEN}).replaced(**sizes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, QKV, SLIDING, Layout, Names, read_decoder
 from jaxkv.models.spec import ModelSpec
 
@@ -16,7 +16,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         family="starcoder2",
         names=Names(gate=None, up="mlp.c_fc", down="mlp.c_proj"),
         biased=biased,
-        kinds=[kind] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
+        kinds=[kind] * config.num_layers,
         eps="norm_epsilon",
         norm="layer",
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
     QK_NORMED,
@@ -55,7 +55,7 @@ class Form(NamedTuple):
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     for key, value in ALWAYS.items():
         config.refuse(key, value)
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = config.num_layers
     config = _without_predictors(config, num_layers)
     kinds = [FULL] * num_layers
     if config.get("layer_types") is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import QKV, Layout, Names, read_decoder, read_kinds
 from jaxkv.models.families.gemma2 import scales
 from jaxkv.models.spec import ModelSpec
@@ -10,12 +10,11 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("use_bidirectional_attention", False)
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     return read_decoder(
         config,
         family="vaultgemma",
         names=Names(mlp_norm="pre_feedforward_layernorm"),
         biased=(*QKV, "o") * config.flag("attention_bias", False),
-        kinds=read_kinds(config, num_layers, every=2),
+        kinds=read_kinds(config, every=2),
         **scales(config),
     )
