@@ -59,6 +59,17 @@ class ConfigReader:
         """Reads how many layers the model has."""
         return self.size("num_hidden_layers", at_most=MAX_LAYERS)
 
+    @property
+    def max_len(self) -> int:
+        """Reads how long sequences may get."""
+        return self.size("max_position_embeddings", 2048)
+
+    @property
+    def head_dim(self) -> int:
+        """Reads the size of a head, by default its part of the hidden size."""
+        part = self.size("hidden_size") // self.size("num_attention_heads")
+        return self.size("head_dim", max(1, part))
+
     def number(
         self, key: str, default: float | None = None, *, at_least: float = MIN_NUMBER
     ) -> float:

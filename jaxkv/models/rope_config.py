@@ -17,8 +17,7 @@ def read_rope(
     config: ConfigReader,
     section: ConfigReader | None = None,
     *,
-    max_len: int,
-    head_dim: int,
+    head_dim: int | None = None,
     interleaved: bool = False,
     partly: bool = False,
     reverse: bool = False,
@@ -26,9 +25,11 @@ def read_rope(
     """Reads one embedding from its section, by default the one that all layers share; what that
     leaves out is in `config`.
 
-    partly: the family has heads of which a part is rotated.
+    head_dim: by default that of the config. partly: the family has heads of which a part is
+    rotated.
     """
     rope = rope_section(config) if section is None else section
+    max_len, head_dim = config.max_len, config.head_dim if head_dim is None else head_dim
     is_older = rope.get("type") is not None and "rope_type" not in rope.values
     key = "type" if is_older else "rope_type"
     given = rope.get(key, "default")
@@ -106,22 +107,17 @@ def _longrope_attention_factor(rope: ConfigReader, max_len: int, original_max_le
     return rope.number("attention_factor", math.sqrt(stretch))
 
 
-def read_layer_ropes(
-    config: ConfigReader, kinds: list[str], *, max_len: int, head_dim: int
-) -> tuple[RopeSpec, ...]:
+def read_layer_ropes(config: ConfigReader, kinds: list[str]) -> tuple[RopeSpec, ...]:
     """Reads each layer's embedding by its kind, such as "sliding_attention", under which
     `rope_parameters` has it; one that is there for all layers is that of all.
     """
     sections = config.section("rope_parameters")
     if not any(kind in sections.values for kind in kinds):
-        return (read_rope(config, max_len=max_len, head_dim=head_dim),) * len(kinds)
+        return (read_rope(config),) * len(kinds)
     if config.get("rope_scaling") and config.get("rope_scaling") != sections.values:
         raise config.fail("rope_scaling", "none beside rope_parameters for each kind of layer")
     config = config.replaced(original_max_position_embeddings=None)
-    of_kind = {
-        kind: read_rope(config, sections.section(kind), max_len=max_len, head_dim=head_dim)
-        for kind in dict.fromkeys(kinds)
-    }
+    of_kind = {kind: read_rope(config, sections.section(kind)) for kind in dict.fromkeys(kinds)}
     return tuple(of_kind[kind] for kind in kinds)
 
 

@@ -31,9 +31,7 @@ NAMES = replace(
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     hidden = config.size("hidden_size")
     kinds = read_kinds(config, every=config.size("global_attn_every_n_layers", 4))
-    rope = read_rope(
-        config, max_len=config.size("max_position_embeddings"), head_dim=config.size("head_dim")
-    )
+    rope = read_rope(config)
     count = config.size("num_experts", at_most=MAX_EXPERTS)
     width = config.size("moe_intermediate_size")
     experts = Experts(

@@ -207,14 +207,11 @@ def read_decoder(
     hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_layers = config.num_layers
     kv_heads = config.size("num_key_value_heads", num_heads)
-    head_dim = config.size("head_dim", max(1, hidden // num_heads))
+    head_dim, max_len = config.head_dim, config.max_len
     if num_heads % kv_heads:
         raise config.fail("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
-    max_len = config.size("max_position_embeddings", 2048)
     if ropes is None:
-        rope = read_rope(
-            config, max_len=max_len, head_dim=head_dim, interleaved=interleaved, partly=partly
-        )
+        rope = read_rope(config, interleaved=interleaved, partly=partly)
     else:
         rotated = [one for one in ropes if one is not None]
         rope = rotated[0] if rotated else RopeSpec()

@@ -13,13 +13,7 @@ from jaxkv.models.spec import ModelSpec, Scales
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     kinds = read_kinds(config, every=config.size("sliding_window_pattern", 4))
-    hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    rope = read_rope(
-        config,
-        max_len=config.size("max_position_embeddings"),
-        head_dim=config.size("head_dim", max(1, hidden // num_heads)),
-        interleaved=True,
-    )
+    rope = read_rope(config, interleaved=True)
     return read_decoder(
         config,
         family="cohere2",

@@ -21,12 +21,7 @@ from jaxkv.ops.experts import Router
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     dense = listed_dense(config, first_dense(config))
     kinds = _kinds(config)
-    rope = read_rope(
-        config,
-        max_len=config.size("max_position_embeddings"),
-        head_dim=config.size("head_dim"),
-        interleaved=True,
-    )
+    rope = read_rope(config, interleaved=True)
     # Dense layers in front that all see everything are rotated too.
     rotated = dense if config.size("prefix_dense_sliding_window_pattern", 1) == 1 else ()
     width = config.size("intermediate_size")

@@ -30,15 +30,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 def _ropes(config: ConfigReader, kinds: list[str]) -> list[RopeSpec | None]:
     """Reads the embedding of each layer, None for a kind that has null in place of a section."""
-    hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     sections = config.section("rope_parameters").values
     unrotated = {kind for kind in kinds if kind in sections and sections[kind] is None}
     rotated = [kind for kind in kinds if kind not in unrotated]
-    ropes = read_layer_ropes(
-        config,
-        rotated,
-        max_len=config.size("max_position_embeddings"),
-        head_dim=max(1, hidden // num_heads),
-    )
-    of_kind = dict(zip(rotated, ropes, strict=True))
+    of_kind = dict(zip(rotated, read_layer_ropes(config, rotated), strict=True))
     return [of_kind.get(kind) for kind in kinds]

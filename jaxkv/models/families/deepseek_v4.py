@@ -198,12 +198,11 @@ def _row(head_dim: int, keepers: Mapping[str, Compressor | None]) -> int:
 
 def _rope(config: ConfigReader, kind: str) -> RopeSpec:
     """Reads how a layer rotates: one for those without entries, and one for those with them."""
-    head_dim, max_len = config.size("head_dim"), config.size("max_position_embeddings")
     part = 64 / 512
     if config.get("partial_rotary_factor") is not None:
         part = config.number("partial_rotary_factor", part)
     elif config.get("qk_rope_head_dim") is not None:
-        part = config.size("qk_rope_head_dim", at_most=head_dim) / head_dim
+        part = config.size("qk_rope_head_dim", at_most=config.head_dim) / config.head_dim
     section, name = rope_section(config), "main" if kind == NEAR else "compress"
     if isinstance(section.get("main"), dict) and isinstance(section.get("compress"), dict):
         section = section.section(name)
@@ -216,9 +215,7 @@ def _rope(config: ConfigReader, kind: str) -> RopeSpec:
         section = section.replaced(rope_theta=theta).with_defaults({"attention_factor": 1.0})
     config = config.replaced(partial_rotary_factor=part)
     section = section.with_defaults({"partial_rotary_factor": part})
-    return read_rope(
-        config, section, max_len=max_len, head_dim=head_dim, interleaved=True, partly=True
-    )
+    return read_rope(config, section, interleaved=True, partly=True)
 
 
 def _leaves(config: ConfigReader, spec: ModelSpec, keeper: Compressor | None) -> dict[str, Leaf]:

@@ -18,12 +18,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 def read_kinds_and_ropes(config: ConfigReader) -> tuple[list[str], list[RopeSpec | None]]:
     """Reads of each layer whether it has a window, and its rotary embedding, if it has one."""
     num_layers = config.num_layers
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    rope = read_rope(
-        config,
-        max_len=config.size("max_position_embeddings"),
-        head_dim=config.size("head_dim", max(1, hidden // heads)),
-    )
+    rope = read_rope(config)
     kinds = [FULL] * num_layers
     ropes: list[RopeSpec | None] = [rope] * num_layers
     if config.get("sliding_window") is not None:

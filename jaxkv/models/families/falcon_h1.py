@@ -14,8 +14,7 @@ from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    head_dim = config.size("head_dim", max(1, hidden // heads))
+    hidden, head_dim = config.size("hidden_size"), config.head_dim
     into, out = (config.number(f"attention_{one}_multiplier", 1.0) for one in ("in", "out"))
     has_biases = config.flag("attention_bias", False)
     if has_biases and (into, out) != (1.0, 1.0):

@@ -26,8 +26,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     if config.get("mlp_only_layers") is None:
         config = config.replaced(mlp_only_layers=[0, 1])
     kinds = _kinds(config)
-    max_len, head_dim = config.size("max_position_embeddings"), config.size("head_dim")
-    rope = read_rope(config, max_len=max_len, head_dim=head_dim)
+    rope = read_rope(config)
     experts = replace(
         read_experts(config),
         shared="mlp.shared_expert.",

@@ -58,9 +58,6 @@ def read_window_ropes(
 
     theta, local: what is taken where a file has no theta for the one or for the other.
     """
-    max_len = config.size("max_position_embeddings")
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    head_dim = config.size("head_dim", max(1, hidden // heads))
     config = config.with_defaults({"rope_theta": theta})
     sections = config.section("rope_parameters")
     if not {FULL, SLIDING} & sections.values.keys():
@@ -72,4 +69,4 @@ def read_window_ropes(
     windows = {"rope_theta": local, **sections.section(SLIDING).values}
     given = {FULL: sections.section(FULL).values, SLIDING: windows}
     config = config.replaced(rope_parameters=given)
-    return read_layer_ropes(config, kinds, max_len=max_len, head_dim=head_dim)
+    return read_layer_ropes(config, kinds)

@@ -171,9 +171,8 @@ def _rope(config: ConfigReader, kind: str) -> RopeSpec:
         if kind == FULL:
             given = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
         sections = ConfigReader({kind: given}, config.where)
-    max_len = config.size("max_position_embeddings")
     # The size of heads decides nothing here: all of each is rotated.
-    return read_rope(config, sections.section(kind), max_len=max_len, head_dim=2)
+    return read_rope(config, sections.section(kind), head_dim=2)
 
 
 def own_inputs(config: ConfigReader, num_layers: int) -> tuple[dict[str, Leaf], dict[str, Leaf]]:

@@ -36,9 +36,7 @@ def read(
 
 def _ropes(config: ConfigReader, num_layers: int) -> list[RopeSpec | None]:
     """Reads `layer_rope_theta`, in which 0 or null is a layer that rotates nothing."""
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    max_len, head_dim = config.size("max_position_embeddings"), max(1, hidden // heads)
-    rope = read_rope(config, max_len=max_len, head_dim=head_dim)
+    rope = read_rope(config)
     given = config.get("layer_rope_theta")
     if given is None:
         return [rope] * num_layers

@@ -32,8 +32,7 @@ def _with_alpha(config: ConfigReader) -> ConfigReader:
     kind = rope.get("rope_type", rope.get("type"))
     if kind != "dynamic" or not rope.get("alpha"):
         return config
-    heads = config.size("num_attention_heads")
-    head_dim = config.size("head_dim", max(1, config.size("hidden_size") // heads))
+    head_dim = config.head_dim
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     if head_dim > 2:  # else nothing is rotated by less than a whole turn
         theta *= rope.number("alpha") ** (head_dim / (head_dim - 2))

@@ -12,8 +12,6 @@ from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     biased += MLP * config.flag("mlp_bias", False)
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    head_dim = config.size("head_dim", max(1, hidden // heads))
     after = Names(post_attn_norm="post_norm1", post_mlp_norm="post_norm2")
     return read_decoder(
         config,
@@ -25,5 +23,5 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
             residual=config.number("residual_multiplier", 1.0),
             logits=config.number("logits_scaling", 1.0),
         ),
-        attention=AttentionSpec(scale=config.number("attention_multiplier", head_dim**-0.5)),
+        attention=AttentionSpec(scale=config.number("attention_multiplier", config.head_dim**-0.5)),
     )

@@ -95,7 +95,6 @@ def _rope(config: ConfigReader, kind: str) -> RopeSpec:
     sections = config.section("rope_parameters")
     if kind not in sections.values:
         sections = ConfigReader(ROPES, config.where)
-    max_len, head_dim = config.size("max_position_embeddings"), config.size("head_dim")
     section = sections.section(kind)
     config = config.replaced(partial_rotary_factor=None)  # what is beside the sections is not read
-    return read_rope(config, section, max_len=max_len, head_dim=head_dim, partly=True)
+    return read_rope(config, section, partly=True)

@@ -29,8 +29,7 @@ SPELLINGS = ((r"\.linear_attn\.norm\.", ".linear_attn.out_norm."),)
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kinds = _kinds(config)
-    max_len, head_dim = config.size("max_position_embeddings"), config.size("head_dim")
-    rope = read_rope(config, max_len=max_len, head_dim=head_dim)
+    rope = read_rope(config)
     experts = replace(
         read_experts(config),
         fused=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),

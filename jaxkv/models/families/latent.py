@@ -74,11 +74,10 @@ def _rope(config: ConfigReader, rotated: int, interleaved: bool) -> tuple[RopeSp
     """Reads how the rotated part of heads is, and what scores are multiplied by beside it (YaRN's
     factor, which DeepSeek's configs say apart).
     """
-    max_len = config.size("max_position_embeddings", 2048)
     # The rotated part stands apart: a share of a head says nothing more of it.
     whole = {"partial_rotary_factor": 1.0}
     config, section = config.replaced(**whole), rope_section(config).replaced(**whole)
-    rope = read_rope(config, section, max_len=max_len, head_dim=rotated, interleaved=interleaved)
+    rope = read_rope(config, section, head_dim=rotated, interleaved=interleaved)
     factor = 1.0
     if rope.kind != "default" and section.get("mscale_all_dim"):
         factor = yarn_mscale(section.number("mscale_all_dim"), section.number("factor")) ** 2

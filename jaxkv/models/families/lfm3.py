@@ -28,7 +28,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     attending = [FULL if kind == CONV else kind for kind in kinds]
     if config.get("rope_parameters") is None:
         config = config.replaced(rope_parameters=ROPES)
-    max_len, head_dim = config.size("max_position_embeddings"), config.size("head_dim")
     names = replace(
         NAMES, o="self_attn.o_proj", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"
     )
@@ -41,7 +40,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         names=names,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=attending,
-        ropes=read_layer_ropes(config, attending, max_len=max_len, head_dim=head_dim),
+        ropes=read_layer_ropes(config, attending),
     )
     if not config.flag("use_attention_gate", True):
         return spec, layout

@@ -56,7 +56,7 @@ def _routed(config: ConfigReader, num_layers: int) -> list[bool]:
 
 def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[ModelSpec, Layout]:
     count = config.size("num_local_experts", at_most=MAX_EXPERTS)
-    width, head_dim = config.size("intermediate_size"), config.size("head_dim")
+    width = config.size("intermediate_size")
     experts = Experts(
         count=count,
         width=width,
@@ -74,8 +74,7 @@ def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[Model
         of_chosen=True,
         on_input=True,
     )
-    max_len = config.size("max_position_embeddings")
-    rope = read_rope(config, max_len=max_len, head_dim=head_dim, interleaved=True)
+    rope = read_rope(config, interleaved=True)
     spec, layout = read_decoder(
         config.replaced(intermediate_size=config.size("intermediate_size_mlp")),
         family="llama4_text",

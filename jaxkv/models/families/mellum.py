@@ -20,12 +20,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     if not config.section("rope_parameters").values:
         thetas = {FULL: {"rope_theta": 500000.0}, SLIDING: {"rope_theta": 10000.0}}
         config = config.replaced(rope_parameters=thetas)
-    ropes = read_layer_ropes(
-        config,
-        kinds,
-        max_len=config.size("max_position_embeddings"),
-        head_dim=config.size("head_dim"),
-    )
+    ropes = read_layer_ropes(config, kinds)
     experts = read_experts(config)
     is_normalised = config.flag("norm_topk_prob", True)
     return read_decoder(

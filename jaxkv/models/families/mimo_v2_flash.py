@@ -43,15 +43,14 @@ def _read_form(
     kind, mlp = form
     experts, router = read_grouped(config)
     kv_heads = config.size("num_key_value_heads")
-    head_dim = config.size("head_dim")
     is_routed = mlp == SPARSE
     spec, layout = read_decoder(
         config.replaced(num_key_value_heads=kv_heads * (2 if kind == SLIDING else 1)),
         family="mimo_v2_flash",
         biased=QKV * config.flag("attention_bias", False),
         kinds=[kind] * num_layers,
-        ropes=[_rope(config, kind, head_dim)] * num_layers,
-        value_dim=config.size("v_head_dim", at_most=head_dim),
+        ropes=[_rope(config, kind)] * num_layers,
+        value_dim=config.size("v_head_dim", at_most=config.head_dim),
         scales=Scales(values=config.number("attention_value_scale", 1.0)),
         attention=AttentionSpec(has_sinks=True),
         experts=replace(experts, shared=None).leaves if is_routed else None,
@@ -64,10 +63,9 @@ def _read_form(
     return spec, layout
 
 
-def _rope(config: ConfigReader, kind: str, head_dim: int) -> RopeSpec:
+def _rope(config: ConfigReader, kind: str) -> RopeSpec:
     sections = config.section("rope_parameters")
     if kind not in sections.values:
         sections = ConfigReader({kind: {"rope_theta": 5e6 if kind == FULL else 1e4}}, config.where)
     section = sections.section(kind).with_defaults({"partial_rotary_factor": 0.334})
-    max_len = config.size("max_position_embeddings")
-    return read_rope(config, section, max_len=max_len, head_dim=head_dim, partly=True)
+    return read_rope(config, section, partly=True)

@@ -49,9 +49,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         if window < 2:
             raise config.fail("local_attention", "2 or more")
         config = config.replaced(sliding_window=window // 2)
-    max_len, heads = config.size("max_position_embeddings"), config.size("num_attention_heads")
-    head_dim = max(1, config.size("hidden_size") // heads)
-    ropes = read_layer_ropes(_with_thetas(config), kinds, max_len=max_len, head_dim=head_dim)
+    ropes = read_layer_ropes(_with_thetas(config), kinds)
     has_bias = config.flag("norm_bias", False)
     biased = ("attn_norm", "mlp_norm", "norm") * has_bias
     biased += (*QKV, "o") * config.flag("attention_bias", False)

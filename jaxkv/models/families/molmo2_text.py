@@ -61,11 +61,7 @@ def _ropes(config: ConfigReader) -> list[RopeSpec]:
     one of the same theta that is not scaled.
     """
     num_layers = config.num_layers
-    scaled = read_rope(
-        config,
-        max_len=config.size("max_position_embeddings"),
-        head_dim=config.size("head_dim"),
-    )
+    scaled = read_rope(config)
     plain = RopeSpec(theta=scaled.theta)
     listed = config.get("rope_scaling_layers", list(range(num_layers)))
     if not isinstance(listed, list) or not all(

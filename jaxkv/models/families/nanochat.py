@@ -11,9 +11,7 @@ from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    head_dim = config.size("hidden_size") // config.size("num_attention_heads")
-    max_len = config.size("max_position_embeddings")
-    rope = read_rope(config, max_len=max_len, head_dim=head_dim, reverse=True)
+    rope = read_rope(config, reverse=True)
     return read_decoder(
         config,
         family="nanochat",

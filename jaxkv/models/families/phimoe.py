@@ -39,9 +39,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 def _rope(config: ConfigReader) -> RopeSpec:
     """Reads the embedding, whose factor on cos and sin has a name of its own."""
-    heads = config.size("num_attention_heads")
-    head_dim = config.size("head_dim", max(1, config.size("hidden_size") // heads))
-    rope = read_rope(config, max_len=config.size("max_position_embeddings"), head_dim=head_dim)
+    rope = read_rope(config)
     if rope.kind != "longrope":
         return rope
     section = rope_section(config)

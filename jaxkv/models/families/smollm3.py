@@ -15,12 +15,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.num_layers
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     biased += MLP * config.flag("mlp_bias", False)
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    rope = read_rope(
-        config,
-        max_len=config.size("max_position_embeddings"),
-        head_dim=config.size("head_dim", max(1, hidden // heads)),
-    )
+    rope = read_rope(config)
     rotates = read_rotates(config, num_layers)
     kinds = None
     if config.get("layer_types") is not None:

@@ -189,5 +189,4 @@ def _rope(config: ConfigReader, kind: str, kinds: list[str]) -> RopeSpec:
         scaling = config.section("rope_scaling").values if kind == FULL else {}
         section = ConfigReader({**given, **scaling}, config.where)
     config = config.replaced(partial_rotary_factor=None, rope_scaling=None, rope_theta=None)
-    max_len, head_dim = config.size("max_position_embeddings"), config.size("head_dim")
-    return read_rope(config, section, max_len=max_len, head_dim=head_dim, partly=True)
+    return read_rope(config, section, partly=True)
