@@ -63,5 +63,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     source = "model.layers.{layer}.self_attn.gate_proj.weight"
     shape = (spec.num_heads * spec.head_dim, hidden)
-    gate = {"attn_gate": leaf(source, shape, ("heads", "model"))}
-    return spec, replace(layout, layers=tuple({**one, **gate} for one in layout.layers))
+    return spec, layout.in_each_layer(attn_gate=leaf(source, shape, ("heads", "model")))

@@ -27,4 +27,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         )
         for name, shape in shapes.items()
     }
-    return spec, replace(layout, layers=({**layout.layers[0], **activation},))
+    return spec, layout.in_each_layer(**activation)

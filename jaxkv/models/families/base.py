@@ -121,6 +121,10 @@ class Layout:
     plain: tuple[str, ...] = ()
     told: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
 
+    def in_each_layer(self, **leaves: Leaf) -> Layout:
+        """Returns the layout with these leaves, by name, in layers of every kind too."""
+        return replace(self, layers=tuple({**one, **leaves} for one in self.layers))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Names:

@@ -4,8 +4,6 @@ squared ReLU as the gate. Source: arXiv 2504.12285, section 2.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import QKV, Layout, leaf, read_decoder
 from jaxkv.models.spec import ModelSpec
@@ -23,4 +21,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         "o_norm": leaf(f"{layer}self_attn.attn_sub_norm.weight", (width,), ("heads",)),
         "down_norm": leaf(f"{layer}mlp.ffn_sub_norm.weight", (ffn,), ("ffn",)),
     }
-    return spec, replace(layout, layers=({**layout.layers[0], **norms},))
+    return spec, layout.in_each_layer(**norms)

@@ -51,10 +51,9 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         ),
     )
     source = "model.layers.{layer}.self_attn.softmax_offset"
-    sinks = {"sinks": leaf(source, (spec.num_heads,), ("heads",))}
-    layers = tuple({**one, **sinks} for one in layout.layers)
+    layout = layout.in_each_layer(sinks=leaf(source, (spec.num_heads,), ("heads",)))
     spellings = ((r"\.self_attn\.sinks$", ".self_attn.softmax_offset"),)
-    return spec, replace(layout, layers=layers, spellings=spellings)
+    return spec, replace(layout, spellings=spellings)
 
 
 def _kinds(config: ConfigReader) -> list[str]:

@@ -65,9 +65,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     streams_top, streams_layer = _streams(config)
     own_layer |= streams_layer | _laurel(config)
     return spec, replace(
-        layout,
+        layout.in_each_layer(**own_layer),
         top={**layout.top, **own_top, **streams_top},
-        layers=tuple({**one, **own_layer} for one in layout.layers),
         derived=(
             *layout.derived,
             *unused_keys(sources),  # transformers drops what shared layers would have

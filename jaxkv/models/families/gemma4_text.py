@@ -50,9 +50,8 @@ def read(config: ConfigReader, *, family: str = "gemma4_text") -> tuple[ModelSpe
     attention = replace(spec.attention, kv_sources=sources if has_shared else ())
     spec = replace(spec, groups=tuple(groups), attention=attention)
     return replace(spec, family=family), replace(
-        layout,
+        layout.in_each_layer(**own_layer),
         top={**layout.top, **own_top},
-        layers=tuple({**one, **own_layer} for one in layout.layers),
         # transformers drops what shared layers would have.
         derived=(*layout.derived, *unused_keys(sources)),
     )

@@ -61,8 +61,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     own = connections(hyper, hidden, ("hc_attn_", "hc_ffn_"))
     # A layer behind the last predicts later tokens, of which configs need say nothing.
     derived = (*layout.derived, rf"model\.layers\.{num_layers}\..*")
-    layers = tuple({**layer, **own} for layer in layout.layers)
-    layout = replace(layout, layers=layers, derived=derived)
+    layout = replace(layout.in_each_layer(**own), derived=derived)
     # In other families the norms inside of latent attention have an eps of their own.
     attention = replace(spec.attention, latent_eps=spec.norm_eps)
     return replace(spec, attention=attention), layout

@@ -45,7 +45,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         if not is_last:
             return spec, layout
         source = f"{OWN_NAMES.layer}attention.dense_bias"
-        bias = {"o_bias": leaf(source, (spec.hidden_size,), ("model",))}
-        return spec, replace(layout, layers=({**layout.layers[0], **bias},))
+        return spec, layout.in_each_layer(o_bias=leaf(source, (spec.hidden_size,), ("model",)))
 
     return read_forms([layer == num_layers - 1 for layer in range(num_layers)], read_form)

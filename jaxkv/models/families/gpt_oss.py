@@ -31,8 +31,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     own = _experts(count, width, hidden)
     sinks = leaf(f"{LAYER}self_attn.sinks", (spec.num_heads,), ("heads",))
     offset = leaf(f"{LAYER}mlp.router.bias", (count,), ("experts",))
-    layer = {**layout.layers[0], **own, "sinks": sinks, "router_offset": offset}
-    return replace(spec, activation=CLAMPED), replace(layout, layers=(layer,))
+    layout = layout.in_each_layer(**own, sinks=sinks, router_offset=offset)
+    return replace(spec, activation=CLAMPED), layout
 
 
 def refuse_other_gates(config: ConfigReader) -> None:

@@ -31,7 +31,7 @@ def read(
         **more,
     )
     sinks = leaf("model.layers.{layer}.self_attn.sinks", (spec.num_heads,), ("heads",))
-    return spec, replace(layout, layers=({**layout.layers[0], "sinks": sinks},))
+    return spec, layout.in_each_layer(sinks=sinks)
 
 
 def _ropes(config: ConfigReader, num_layers: int) -> list[RopeSpec | None]:

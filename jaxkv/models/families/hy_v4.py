@@ -62,7 +62,6 @@ def read(
         "sinks": sinks,
     }
     top = dict(layout.top) | joining(hyper, spec.hidden_size, "model.hc_head.hc_head_")
-    layers = tuple({**layer, **own} for layer in layout.layers)
     attention = replace(spec.attention, has_sinks=True)
-    layout = replace(layout, top=top, layers=layers, spellings=SPELLINGS)
+    layout = replace(layout.in_each_layer(**own), top=top, spellings=SPELLINGS)
     return replace(spec, attention=attention), layout

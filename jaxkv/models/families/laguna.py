@@ -88,7 +88,7 @@ def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[Model
     source = "model.layers.{layer}.self_attn.g_proj.weight"
     gate = leaf(source, (rows, spec.hidden_size), ("heads", "model"))
     spec = replace(spec, groups=(replace(spec.groups[0], num_heads=num_heads),))
-    return spec, replace(layout, layers=({**layout.layers[0], "attn_gate": gate},))
+    return spec, layout.in_each_layer(attn_gate=gate)
 
 
 def _rope(config: ConfigReader, kind: str) -> RopeSpec:

@@ -58,8 +58,7 @@ def _read_form(
     )
     if kind == SLIDING:
         source = "model.layers.{layer}.self_attn.attention_sink_bias"
-        sinks = leaf(source, (spec.num_heads,), ("heads",))
-        layout = replace(layout, layers=({**layout.layers[0], "sinks": sinks},))
+        layout = layout.in_each_layer(sinks=leaf(source, (spec.num_heads,), ("heads",)))
     return spec, layout
 
 

@@ -89,7 +89,7 @@ def _read_form(config: ConfigReader, rotates: bool, is_dense: bool) -> tuple[Mod
         own[f"index_q_norm{end}"] = leaf(source, (spec.hidden_size,), ("model",))
     attention = replace(spec.attention, latent_eps=spec.norm_eps)
     spec = replace(spec, attention=attention)
-    return spec, replace(layout, layers=tuple({**layer, **own} for layer in layout.layers))
+    return spec, layout.in_each_layer(**own)
 
 
 def _growth(name: str, prefix: str, count: int, axis: str | None) -> dict[str, Leaf]:

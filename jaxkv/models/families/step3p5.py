@@ -149,7 +149,7 @@ def _read_form(config: ConfigReader, form: Form, kinds: list[str]) -> tuple[Mode
     source = "model.layers.{layer}.self_attn.g_proj.weight"
     gate = leaf(source, (form.num_heads, spec.hidden_size), ("heads", "model"))
     spec = replace(spec, groups=(replace(spec.groups[0], num_heads=form.num_heads),))
-    return spec, replace(layout, layers=({**layout.layers[0], "attn_gate": gate},))
+    return spec, layout.in_each_layer(attn_gate=gate)
 
 
 def _experts(config: ConfigReader, count: int, prefix: str, hidden: int) -> Mapping[str, Leaf]:
