@@ -44,7 +44,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     spec, layout = read_decoder(
         config,
-        family="afmoe",
         names=NAMES,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=kinds,

@@ -17,9 +17,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         QK_NORMED, attn_norm="attention_layernorm", mlp_norm="feedforward_layernorm", gate=None
     )
     biased = (*QKV, "o") * config.flag("attention_bias", False)
-    spec, layout = read_decoder(
-        config, family="apertus", names=names, biased=biased, activations=(XIELU,)
-    )
+    spec, layout = read_decoder(config, names=names, biased=biased, activations=(XIELU,))
     shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
     activation = {
         f"act_{name}": leaf(

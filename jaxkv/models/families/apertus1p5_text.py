@@ -21,4 +21,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     if kept < count:
         embed = replace(embed, part=Part(shape=(count, spec.hidden_size), stop=kept))
     layout = replace(layout, top={**layout.top, "embed": embed})
-    return replace(spec, family="apertus1p5_text"), layout
+    return spec, layout

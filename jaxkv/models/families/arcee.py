@@ -10,4 +10,4 @@ from jaxkv.models.spec import ModelSpec
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     biased += ("up", "down") * config.flag("mlp_bias", False)
-    return read_decoder(config, family="arcee", names=Names(gate=None), biased=biased)
+    return read_decoder(config, names=Names(gate=None), biased=biased)

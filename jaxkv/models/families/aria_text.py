@@ -32,7 +32,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     spec, layout = read_decoder(
         config,
-        family="aria_text",
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         activations=("silu",),  # that of experts, whatever the shared ones have
         experts=experts.leaves,

@@ -13,7 +13,7 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    spec, layout = read_deepseek(config, family="axk1", is_dense=read_dense(config))
+    spec, layout = read_deepseek(config, is_dense=read_dense(config))
     source = f"{LLAMA.layer}post_mlp_layernorm.weight"
     norm = {"post_mlp_norm": leaf(source, (spec.hidden_size,), ("model",))}
     layers = tuple({**one, **norm} if "router" in one else one for one in layout.layers)

@@ -28,7 +28,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
             raise config.fail(key, f"a number, as {other} is one, or null for both")
     spec, layout = read_deepseek(
         config,
-        family="axk2",
         is_dense=read_dense(config),
         index=read_index(config, interleaved=False),
     )

@@ -53,7 +53,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     experts, router = read_grouped(config)
     found = read_latent(
         config,
-        family="bailing_hybrid",
         activations=CONV_ACTIVATIONS,
         experts=experts.leaves,
         router=router,

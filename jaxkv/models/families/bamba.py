@@ -30,7 +30,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     # transformers rotates half of each head whatever the config says.
     half = config.replaced(partial_rotary_factor=0.5)
     return with_mixer(
-        read_decoder(half, family="bamba", names=NAMES, biased=biased, partly=True),
+        read_decoder(half, names=NAMES, biased=biased, partly=True),
         [layer for layer in range(num_layers) if layer not in full],
         mixer,
         leaves,

@@ -2,7 +2,8 @@
 and expected tensors.
 
 A family is one file here, named after its `model_type`; one whose block is known needs
-`read_decoder` with what sets it apart. It promises that the layout lists every tensor that the
+`read_decoder` with what sets it apart, and one that is another under a name of its own takes that
+one's `read`. It promises that the layout lists every tensor that the
 model computes with: the loader refuses a checkpoint with one missing and one with a tensor that
 nobody takes.
 """
@@ -180,7 +181,6 @@ QKV, MLP = ("q", "k", "v"), ("gate", "up", "down")
 def read_decoder(
     config: ConfigReader,
     *,
-    family: str,
     names: Names = LLAMA,
     biased: Collection[str] = (),
     kinds: Sequence[str] | None = None,
@@ -226,7 +226,7 @@ def read_decoder(
         experts, spec = None, {**spec, "router": None}
     has_both = experts is not None and len(is_dense) > 0
     made = ModelSpec(
-        family=family,
+        family=config.values["model_type"],
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
         num_layers=num_layers,

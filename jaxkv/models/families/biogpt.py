@@ -22,7 +22,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     factor = config.size("hidden_size") ** 0.5 if config.flag("scale_embedding", True) else 1.0
     spec, layout = read_decoder(
         config.replaced(num_key_value_heads=None, head_dim=None),
-        family="biogpt",
         names=NAMES,
         biased=("attn_norm", "mlp_norm", "norm", *QKV, "o", "up", "down"),
         ropes=[None] * config.num_layers,

@@ -10,9 +10,7 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    spec, layout = read_decoder(
-        config, family="bitnet", biased=(*QKV, "o") * config.flag("attention_bias", False)
-    )
+    spec, layout = read_decoder(config, biased=(*QKV, "o") * config.flag("attention_bias", False))
     width, layer = spec.num_heads * spec.head_dim, "model.layers.{layer}."
     if width != spec.hidden_size:
         raise config.fail("head_dim", f"hidden_size={spec.hidden_size} / num_attention_heads")

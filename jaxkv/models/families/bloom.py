@@ -36,7 +36,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     spec, layout = read_decoder(
         config,
-        family="bloom",
         names=NAMES,
         biased=("attn_norm", *QKV, "o", "mlp_norm", "up", "down", "norm"),
         ropes=[None] * config.num_layers,

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families import gptj
 from jaxkv.models.families.base import Layout, Part
-from jaxkv.models.families.gptj import read_gptj
 from jaxkv.models.spec import ModelSpec
 
 NUM_PARTS = 4
@@ -18,7 +18,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     hidden = config.size("n_embd")
     if hidden % NUM_PARTS:
         raise config.fail("n_embd", f"a multiple of {NUM_PARTS}")
-    spec, layout = read_gptj(config, family="codegen")
+    spec, layout = gptj.read(config)
     size, layer = hidden // NUM_PARTS, dict(layout.layers[0])
     for place, name in enumerate(("q", "v", "k")):
         part = Part((3 * hidden, hidden), NUM_PARTS, place * size, (place + 1) * size)

@@ -18,7 +18,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         names = replace(names, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
     return read_decoder(
         config,
-        family="cohere",
         names=names,
         biased=biased,
         interleaved=True,

@@ -16,7 +16,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     rope = read_rope(config, interleaved=True)
     return read_decoder(
         config,
-        family="cohere2",
         names=Names(mlp_norm=None),
         biased=biased,
         kinds=kinds,

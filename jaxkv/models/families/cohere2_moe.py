@@ -29,7 +29,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     is_rms = config.get("rms_norm_eps") is not None
     return read_decoder(
         config.replaced(intermediate_size=config.size("prefix_dense_intermediate_size", width)),
-        family="cohere2_moe",
         names=Names(mlp_norm=None),
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=kinds,

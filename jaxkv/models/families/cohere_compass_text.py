@@ -16,7 +16,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         kinds = read_kinds(config)
     return read_decoder(
         config,
-        family="cohere_compass_text",
         names=Names(mlp_norm=None),
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=kinds,

@@ -20,7 +20,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased += ("up", "down") * config.flag("mlp_bias", False)
     spec, layout = read_decoder(
         config,
-        family="cosmos3_edge_text",
         names=Names(gate=None, up="mlp.fc1", down="mlp.fc2"),
         biased=biased,
     )

@@ -34,7 +34,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         raise config.fail("n_embd", "an even number")
     return read_decoder(
         config.replaced(activation="relu", head_dim=None).renamed(**KEYS),
-        family="ctrl",
         names=NAMES,
         biased=("attn_norm", "mlp_norm", "norm", *QKV, "o", "up", "down", "head"),
         ropes=[None] * config.size("n_layer", at_most=MAX_LAYERS),

@@ -10,7 +10,6 @@ from jaxkv.models.spec import ModelSpec
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
-        family="cwm",
         biased=MLP * config.flag("mlp_bias", False),
         kinds=read_kinds(config, every=4, first_full=True),
     )

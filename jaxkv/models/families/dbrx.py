@@ -58,7 +58,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
     return read_decoder(
         config,
-        family="dbrx",
         names=NAMES,
         eps=None,
         norm="layer",

@@ -23,7 +23,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     experts, router = read_grouped(config)
     return read_latent(
         config,
-        family="deepseek_v2",
         interleaved=True,
         biased=MLP * config.flag("mlp_bias", False),
         experts=replace(experts, bias=None).leaves,

@@ -12,7 +12,7 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_deepseek(config, family="deepseek_v3", is_dense=first_dense(config))
+    return read_deepseek(config, is_dense=first_dense(config))
 
 
 def read_deepseek(config: ConfigReader, **more: Any) -> tuple[ModelSpec, Layout]:

@@ -13,16 +13,13 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_indexed(config, family="deepseek_v32", interleaved=False)
+    return read_indexed(config, interleaved=False)
 
 
-def read_indexed(
-    config: ConfigReader, *, family: str, interleaved: bool
-) -> tuple[ModelSpec, Layout]:
+def read_indexed(config: ConfigReader, *, interleaved: bool) -> tuple[ModelSpec, Layout]:
     """Reads DeepSeek V3.2, or a family that is alike. interleaved: how index heads are rotated."""
     return read_deepseek(
         config,
-        family=family,
         is_dense=listed_dense(config, first_dense(config)),
         index=read_index(config, interleaved=interleaved),
     )

@@ -161,7 +161,6 @@ def _read_form(
             intermediate_size=experts.width,
             num_nextn_predict_layers=None,
         ),
-        family="deepseek_v4",
         names=NAMES,
         ropes=[_rope(config, kind)] * num_layers,
         attention=AttentionSpec(

@@ -13,7 +13,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config = config.replaced(use_sliding_window=True)  # a key that it does not have
     return read_decoder(
         config,
-        family="dots1",
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=qwen_kinds(config),

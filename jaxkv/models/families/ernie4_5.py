@@ -11,4 +11,4 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = (*QKV, "o", *MLP) * config.flag("use_bias", False)
-    return read_decoder(config, family="ernie4_5", biased=biased, interleaved=True)
+    return read_decoder(config, biased=biased, interleaved=True)

@@ -42,7 +42,7 @@ def read_dense(config: ConfigReader) -> list[int]:
 
 
 def read_with(
-    config: ConfigReader, experts: Experts, is_dense: Collection[int], *, family: str
+    config: ConfigReader, experts: Experts, is_dense: Collection[int]
 ) -> tuple[ModelSpec, Layout]:
     """Reads the decoder of these experts, which the layers of `is_dense` do not have."""
     if config.flag("use_bias", False):
@@ -51,7 +51,6 @@ def read_with(
     config.refuse("moe_norm_min", 1e-12)
     return read_decoder(
         config,
-        family=family,
         interleaved=True,
         experts=experts.leaves,
         is_dense=is_dense,
@@ -60,4 +59,4 @@ def read_with(
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_with(config, read_experts(config), read_dense(config), family="ernie4_5_moe")
+    return read_with(config, read_experts(config), read_dense(config))

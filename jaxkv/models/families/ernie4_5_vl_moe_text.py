@@ -25,5 +25,5 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     experts = ernie4_5_moe.read_experts(config)
     experts = replace(experts, router_transposed=True, bias_shape=(2, experts.count))
     is_dense = listed_dense(config, otherwise=[0])
-    spec, layout = ernie4_5_moe.read_with(config, experts, is_dense, family="ernie4_5_vl_moe_text")
+    spec, layout = ernie4_5_moe.read_with(config, experts, is_dense)
     return spec, replace(layout, derived=(*layout.derived, OF_IMAGES))

@@ -32,4 +32,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     named = {theirs: config.get(own) for own, theirs in OWN.items() if config.get(own) is not None}
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     biased += MLP * config.flag("mlp_bias", False)
-    return read_decoder(config.replaced(**named), family="exaone", names=NAMES, biased=biased)
+    return read_decoder(config.replaced(**named), names=NAMES, biased=biased)

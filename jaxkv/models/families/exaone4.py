@@ -12,7 +12,7 @@ from jaxkv.models.spec import ModelSpec, RopeSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kinds, ropes = read_kinds_and_ropes(config)
-    return read_decoder(config, family="exaone4", names=POST_NORMED, kinds=kinds, ropes=ropes)
+    return read_decoder(config, names=POST_NORMED, kinds=kinds, ropes=ropes)
 
 
 def read_kinds_and_ropes(config: ConfigReader) -> tuple[list[str], list[RopeSpec | None]]:

@@ -19,7 +19,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     experts, router = read_grouped(config.renamed(**own_names))
     return read_decoder(
         config,
-        family="exaone_moe",
         names=QK_NORMED,
         kinds=kinds,
         ropes=ropes,

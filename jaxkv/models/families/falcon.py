@@ -38,7 +38,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     width = config.get("ffn_hidden_size") or 4 * config.size("hidden_size")
     spec, layout = read_decoder(
         config.replaced(num_key_value_heads=kv_heads, intermediate_size=width),
-        family="falcon",
         names=names,
         biased=("attn_norm", "mlp_norm", "norm")
         + (*QKV, "o", "up", "down") * config.flag("bias", False),

@@ -23,7 +23,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = (*QKV, "o") * has_biases + MLP * config.flag("mlp_bias", False)
     spec, _ = read = read_decoder(
         config,
-        family="falcon_h1",
         names=NAMES,
         biased=biased,
         attention=AttentionSpec(

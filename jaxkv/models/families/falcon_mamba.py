@@ -10,4 +10,4 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     norm_eps = config.number("mixer_rms_eps", 1e-6)
-    return read_mamba_model(config, family="falcon_mamba", norm_eps=norm_eps)
+    return read_mamba_model(config, norm_eps=norm_eps)

@@ -34,7 +34,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     spec, layout = read_decoder(
         config,
-        family="flint",
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=kinds,

@@ -17,7 +17,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     return read_decoder(
         config,
-        family="gemma",
         biased=biased,
         norm="rms_one",
         scales=Scales(embed=config.size("hidden_size") ** 0.5),

@@ -15,7 +15,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("use_bidirectional_attention", False)
     return read_decoder(
         config,
-        family="gemma2",
         names=SANDWICH,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=read_kinds(config, every=2),

@@ -28,7 +28,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kinds = read_kinds(config, every=pattern)
     return read_decoder(
         config,
-        family="gemma3_text",
         names=replace(SANDWICH, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=kinds,

@@ -79,7 +79,6 @@ def _read_form(config: ConfigReader, form: Form, kinds: list[str]) -> tuple[Mode
     """Reads the layers of one form as if they were the whole model."""
     spec, layout = read_decoder(
         config.replaced(intermediate_size=form.width),
-        family="gemma3n_text",
         names=NAMES,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=kinds,

@@ -28,7 +28,7 @@ from jaxkv.ops.experts import Router
 NAMES = replace(SANDWICH, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 
 
-def read(config: ConfigReader, *, family: str = "gemma4_text") -> tuple[ModelSpec, Layout]:
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     """Reads the model, or one that is alike but for its name."""
     config.refuse("use_bidirectional_attention", False, "vision")
     kinds = read_kinds(config, every=6)
@@ -49,7 +49,7 @@ def read(config: ConfigReader, *, family: str = "gemma4_text") -> tuple[ModelSpe
     )
     attention = replace(spec.attention, kv_sources=sources if has_shared else ())
     spec = replace(spec, groups=tuple(groups), attention=attention)
-    return replace(spec, family=family), replace(
+    return spec, replace(
         layout.in_each_layer(**own_layer),
         top={**layout.top, **own_top},
         # transformers drops what shared layers would have.
@@ -74,7 +74,6 @@ def _read_form(
             num_key_value_heads=kv_heads,
             intermediate_size=2 * width if is_wide else width,
         ),
-        family="gemma4_text",
         names=NAMES,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=[kind] * len(kinds),

@@ -13,4 +13,4 @@ from jaxkv.models.spec import ModelSpec
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("hidden_size_per_layer_input", 0)
     config.refuse("enable_moe_block", False)
-    return gemma4_text.read(config, family="gemma4_unified_text")
+    return gemma4_text.read(config)

@@ -12,7 +12,6 @@ from jaxkv.models.spec import ModelSpec
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
-        family="glm",
         names=Names(gate_up="mlp.gate_up_proj"),
         biased=QKV * config.flag("attention_bias", True),
         interleaved=True,

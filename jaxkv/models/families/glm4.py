@@ -10,14 +10,13 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_glm4(config, family="glm4", has_biases=config.flag("attention_bias", True))
+    return read_glm4(config, has_biases=config.flag("attention_bias", True))
 
 
-def read_glm4(config: ConfigReader, *, family: str, has_biases: bool) -> tuple[ModelSpec, Layout]:
+def read_glm4(config: ConfigReader, *, has_biases: bool) -> tuple[ModelSpec, Layout]:
     """Reads GLM-4, or a family that is alike. has_biases: queries, keys and values have some."""
     return read_decoder(
         config,
-        family=family,
         names=Names(
             gate_up="mlp.gate_up_proj",
             post_attn_norm="post_self_attn_layernorm",

@@ -12,18 +12,17 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_glm4_moe(config, family="glm4_moe")
+    return read_glm4_moe(config)
 
 
 def read_glm4_moe(
-    config: ConfigReader, *, family: str, names: Names = QK_NORMED, **more: Any
+    config: ConfigReader, *, names: Names = QK_NORMED, **more: Any
 ) -> tuple[ModelSpec, Layout]:
     """Reads GLM-4.5, or a family that is it by other names. more: what `Experts` has else."""
     experts, router = read_grouped(config)
     has_norms = config.flag("use_qk_norm", False)
     return read_decoder(
         config,
-        family=family,
         names=names if has_norms else replace(names, q_norm=None, k_norm=None),
         biased=QKV * config.flag("attention_bias", False),
         partly=True,

@@ -10,4 +10,4 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_deepseek(config, family="glm4_moe_lite", is_dense=listed_dense(config, (0,)))
+    return read_deepseek(config, is_dense=listed_dense(config, (0,)))

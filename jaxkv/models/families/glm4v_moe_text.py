@@ -11,4 +11,4 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_glm4_moe(config.replaced(use_qk_norm=False), family="glm4v_moe_text")
+    return read_glm4_moe(config.replaced(use_qk_norm=False))

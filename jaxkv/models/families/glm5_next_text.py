@@ -45,7 +45,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     found = read_latent(
         config,
         rotates=False,
-        family="glm5_next_text",
         activations=CONV_ACTIVATIONS,
         experts=experts.leaves,
         router=router,

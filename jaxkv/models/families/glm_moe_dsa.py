@@ -13,5 +13,5 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    found = read_indexed(config, family="glm_moe_dsa", interleaved=True)
+    found = read_indexed(config, interleaved=True)
     return with_shared(found, config, every_few(config, found[0].num_layers))

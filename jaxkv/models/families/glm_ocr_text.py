@@ -11,4 +11,4 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_glm4(config, family="glm_ocr_text", has_biases=False)
+    return read_glm4(config, has_biases=False)

@@ -37,7 +37,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("add_cross_attention", False)
     spec, layout = read_decoder(
         with_width(config).renamed(**KEYS),
-        family="gpt2",
         names=NAMES,
         biased=("attn_norm", *QKV, "o", "mlp_norm", "up", "down", "norm"),
         ropes=[None] * config.size("n_layer", at_most=MAX_LAYERS),

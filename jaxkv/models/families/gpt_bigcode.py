@@ -17,7 +17,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     heads = {"num_key_value_heads": 1 if has_one else config.size("n_head")}
     spec, layout = read_decoder(
         with_width(config).replaced(**heads).renamed(**keys),
-        family="gpt_bigcode",
         names=NAMES,
         biased=("attn_norm", *QKV, "o", "mlp_norm", "up", "down", "norm"),
         ropes=[None] * config.size("n_layer", at_most=MAX_LAYERS),

@@ -43,7 +43,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     }
     spec, layout = read_decoder(
         config.replaced(**own, num_key_value_heads=None, head_dim=None),
-        family="gpt_neo",
         names=NAMES,
         biased=("attn_norm", "mlp_norm", "norm", "o", "up", "down"),
         kinds=kinds,

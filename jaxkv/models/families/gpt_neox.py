@@ -30,7 +30,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = ("attn_norm", "mlp_norm", "norm", "up", "down")
     spec, layout = read_decoder(
         config.replaced(num_key_value_heads=None),
-        family="gpt_neox",
         partly=True,
         names=NAMES,
         biased=biased + (*QKV, "o") * config.flag("attention_bias", True),

@@ -34,7 +34,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     def read_form(is_last: bool) -> tuple[ModelSpec, Layout]:
         spec, layout = read_decoder(
             config,
-            family=PREFIX,
             partly=True,
             names=OWN_NAMES,
             biased=("attn_norm", "mlp_norm", "norm"),

@@ -21,7 +21,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     width, hidden = config.size("intermediate_size"), config.size("hidden_size")
     spec, layout = read_decoder(
         config,
-        family="gpt_oss",
         biased=(*QKV, "o") * config.flag("attention_bias", True),
         kinds=read_kinds(config, every=2),
         attention=AttentionSpec(has_sinks=True),

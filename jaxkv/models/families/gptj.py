@@ -28,11 +28,6 @@ NAMES = Names(
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_gptj(config, family="gptj")
-
-
-def read_gptj(config: ConfigReader, *, family: str) -> tuple[ModelSpec, Layout]:
-    """Reads GPT-J, or a family that is alike but for how tensors are stored."""
     head_dim = max(1, config.size("n_embd") // config.size("n_head"))
     dim = config.size("rotary_dim", head_dim, at_most=head_dim)
     if dim % 2:
@@ -40,7 +35,6 @@ def read_gptj(config: ConfigReader, *, family: str) -> tuple[ModelSpec, Layout]:
     rope = RopeSpec(dim=0 if dim == head_dim else dim, interleaved=True)
     spec, layout = read_decoder(
         with_width(config).renamed(**KEYS),
-        family=family,
         names=NAMES,
         biased=("attn_norm", "up", "down", "norm", "head"),
         ropes=[rope] * config.size("n_layer", at_most=MAX_LAYERS),

@@ -9,12 +9,11 @@ from jaxkv.models.families.base import MLP, QKV, Layout, read_decoder
 from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
 
 
-def read(config: ConfigReader, *, family: str = "granite") -> tuple[ModelSpec, Layout]:
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     biased += MLP * config.flag("mlp_bias", False)
     return read_decoder(
         config,
-        family=family,
         biased=biased,
         attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0)),
         scales=scales(config),

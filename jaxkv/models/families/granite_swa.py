@@ -14,15 +14,12 @@ from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec
 
 
-def read(
-    config: ConfigReader, *, family: str = "granite_swa", **more: Any
-) -> tuple[ModelSpec, Layout]:
+def read(config: ConfigReader, **more: Any) -> tuple[ModelSpec, Layout]:
     """Reads the model, or one that is alike but for what `more` says."""
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     biased += MLP * config.flag("mlp_bias", False)
     spec, layout = read_decoder(
         config,
-        family=family,
         biased=biased,
         kinds=read_kinds(config, every=4, first_full=True),
         ropes=_ropes(config, config.num_layers),

@@ -9,13 +9,10 @@ from jaxkv.models.families.granite import scales
 from jaxkv.models.spec import AttentionSpec, ModelSpec
 
 
-def read(
-    config: ConfigReader, *, family: str = "granitemoe", experts: Experts | None = None
-) -> tuple[ModelSpec, Layout]:
+def read(config: ConfigReader, *, experts: Experts | None = None) -> tuple[ModelSpec, Layout]:
     experts = experts or read_experts(config)
     return read_decoder(
         config,
-        family=family,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0)),
         scales=scales(config),

@@ -25,7 +25,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     return granite_swa.read(
         config,
-        family="granitemoe_swa",
         experts=with_shared(config, experts).leaves,
         router=read_router(config, experts.count, used="num_experts_per_tok", of_chosen=True),
     )

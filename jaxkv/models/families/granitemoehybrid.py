@@ -46,7 +46,6 @@ def _read_decoder(config: ConfigReader, num_layers: int) -> tuple[ModelSpec, Lay
         mixture = {"experts": experts.leaves, "router": router}
     return read_decoder(
         config,
-        family="granitemoehybrid",
         names=names,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         ropes=ropes,

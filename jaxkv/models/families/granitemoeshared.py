@@ -15,7 +15,7 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     experts = with_shared(config, granitemoe.read_experts(config))
-    return granitemoe.read(config, family="granitemoeshared", experts=experts)
+    return granitemoe.read(config, experts=experts)
 
 
 def with_shared(config: ConfigReader, experts: Experts) -> Experts:

@@ -11,4 +11,4 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = QKV * config.flag("attention_bias", False) + MLP * config.flag("mlp_bias", False)
-    return read_decoder(config, family="helium", biased=biased, interleaved=True)
+    return read_decoder(config, biased=biased, interleaved=True)

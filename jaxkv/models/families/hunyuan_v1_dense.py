@@ -10,13 +10,10 @@ from jaxkv.models.rope_config import rope_section
 from jaxkv.models.spec import AttentionSpec, ModelSpec
 
 
-def read(
-    config: ConfigReader, *, family: str = "hunyuan_v1_dense", **more: Any
-) -> tuple[ModelSpec, Layout]:
+def read(config: ConfigReader, **more: Any) -> tuple[ModelSpec, Layout]:
     """Reads the model, or one that is alike but for what `more` says."""
     return read_decoder(
         _with_alpha(config),
-        family=family,
         names=Names(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         attention=AttentionSpec(norm_after_rope=True),

@@ -23,7 +23,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     return hunyuan_v1_dense.read(
         config,
-        family="hunyuan_v1_moe",
         experts=experts.leaves,
         router=read_router(config, count, used="moe_topk", is_normalised=True),
     )

@@ -16,4 +16,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     if "xdrope" in (rope.get("rope_type"), rope.get("type")):  # what published files call it
         given = {**rope.values, "rope_type": "dynamic", "type": "dynamic"}
         config = config.replaced(rope_parameters=given, rope_scaling=None)
-    return hunyuan_v1_dense.read(config, family="hunyuan_vl_text")
+    return hunyuan_v1_dense.read(config)

@@ -24,7 +24,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     return read_decoder(
         config,
-        family="hy_v3",
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         experts=experts.leaves,

@@ -22,9 +22,7 @@ SPELLINGS = (
 )
 
 
-def read(
-    config: ConfigReader, *, family: str = "hy_v4", interleaved: bool = False
-) -> tuple[ModelSpec, Layout]:
+def read(config: ConfigReader, *, interleaved: bool = False) -> tuple[ModelSpec, Layout]:
     """Reads the model, or one that is alike but for how numbers are paired to be rotated."""
     num_layers = config.num_layers
     hyper = replace(
@@ -40,7 +38,6 @@ def read(
     found = read_latent(
         config.replaced(num_key_value_heads=config.size("num_attention_heads")),
         interleaved=interleaved,
-        family=family,
         activations=("silu",),  # that of transformers' experts, whatever a config says
         experts=replace(
             experts, fused=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

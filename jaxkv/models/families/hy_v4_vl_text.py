@@ -13,6 +13,6 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    spec, layout = hy_v4.read(config, family="hy_v4_vl_text", interleaved=True)
+    spec, layout = hy_v4.read(config, interleaved=True)
     attention = replace(spec.attention, latent_eps=spec.norm_eps)
     return replace(spec, attention=attention), layout

@@ -15,7 +15,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     after = Names(post_attn_norm="post_norm1", post_mlp_norm="post_norm2")
     return read_decoder(
         config,
-        family="hyperclovax",
         names=after if config.flag("use_post_norm", True) else Names(),
         biased=biased,
         scales=Scales(

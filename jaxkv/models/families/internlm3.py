@@ -12,4 +12,4 @@ from jaxkv.models.spec import ModelSpec
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spellings = ("attention_bias", "mlp_bias", "qkv_bias", "bias")
     has_bias = True in [config.flag(name, False) for name in spellings]
-    return read_decoder(config, family="internlm3", biased=(*QKV, "o", *MLP) * has_bias)
+    return read_decoder(config, biased=(*QKV, "o", *MLP) * has_bias)

@@ -1,13 +1,5 @@
 """IQuest-Coder: Llama. Source: the model's card, IQuestLab/IQuest-Coder-V1-40B-Instruct."""
 
-from __future__ import annotations
+from jaxkv.models.families.llama import read
 
-from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import MLP, QKV, Layout, read_decoder
-from jaxkv.models.spec import ModelSpec
-
-
-def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
-    biased += MLP * config.flag("mlp_bias", False)
-    return read_decoder(config, family="iquestcoder", biased=biased)
+__all__ = ["read"]

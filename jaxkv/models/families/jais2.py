@@ -15,7 +15,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased += ("up", "down") * config.flag("mlp_bias", True)
     return read_decoder(
         config,
-        family="jais2",
         names=Names(gate=None),
         biased=biased,
         eps="layer_norm_eps",

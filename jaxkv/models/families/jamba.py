@@ -40,7 +40,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
             "is_dense": [layer for layer in range(num_layers) if layer not in routed],
             "router": read_router(config, count, used="num_experts_per_tok"),
         }
-    read = read_decoder(config, family="jamba", names=NAMES, ropes=[None] * num_layers, **mixture)
+    read = read_decoder(config, names=NAMES, ropes=[None] * num_layers, **mixture)
     layers = [layer for layer in range(num_layers) if layer not in full]
     leaves = mamba_leaves(
         mixer,

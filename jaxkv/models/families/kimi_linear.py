@@ -41,7 +41,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     found = read_latent(
         config,
         rotates=False,
-        family="kimi_linear",
         activations=CONV_ACTIVATIONS,
         experts=replace(experts, gate="w1", up="w3", down="w2").leaves,
         router=router,

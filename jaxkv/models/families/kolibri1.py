@@ -31,7 +31,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = read_decoder(
         # No layer is dense, and configs say nothing of how wide one would be.
         config.replaced(intermediate_size=config.size("moe_intermediate_size")),
-        family="kolibri1",
         names=replace(
             QK_NORMED,
             post_attn_norm="post_self_attn_layernorm",

@@ -72,7 +72,6 @@ def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[Model
     )
     spec, layout = read_decoder(
         config,
-        family="laguna",
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=[kind] * num_layers,

@@ -39,7 +39,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     found = read_decoder(
         # No layer is dense, and configs say nothing of how wide one would be.
         config.replaced(intermediate_size=config.size("moe_intermediate_size")),
-        family="lara_mini",
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=[FULL if kind == LINEAR else kind for kind in kinds],

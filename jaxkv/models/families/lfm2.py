@@ -30,7 +30,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     # Published configs have this name, where transformers writes the other one.
     if config.get("block_ff_dim") is not None:
         config = config.replaced(intermediate_size=config.size("block_ff_dim"))
-    return read_lfm2(config.replaced(intermediate_size=_width(config)), family="lfm2")
+    return read_lfm2(config.replaced(intermediate_size=_width(config)))
 
 
 def read_lfm2(config: ConfigReader, **more: Any) -> tuple[ModelSpec, Layout]:

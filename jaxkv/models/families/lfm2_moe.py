@@ -23,7 +23,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     return read_lfm2(
         config,
-        family="lfm2_moe",
         experts=experts.leaves,
         is_dense=first_dense(config, "num_dense_layers"),
         router=read_router(

@@ -36,7 +36,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = read_convolutions(
         config,
         [layer for layer, kind in enumerate(kinds) if kind == CONV],
-        family="lfm3",
         names=names,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=attending,

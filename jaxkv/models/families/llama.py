@@ -7,8 +7,7 @@ from jaxkv.models.families.base import MLP, QKV, Layout, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 
-def read(config: ConfigReader, *, family: str = "llama") -> tuple[ModelSpec, Layout]:
-    """Reads the model, or one that is alike but for its name."""
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     biased += MLP * config.flag("mlp_bias", False)
-    return read_decoder(config, family=family, biased=biased)
+    return read_decoder(config, biased=biased)

@@ -77,7 +77,6 @@ def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[Model
     rope = read_rope(config, interleaved=True)
     spec, layout = read_decoder(
         config.replaced(intermediate_size=config.size("intermediate_size_mlp")),
-        family="llama4_text",
         names=NAMES,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         ropes=[rope if form.rotates else None] * num_layers,

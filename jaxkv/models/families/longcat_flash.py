@@ -28,7 +28,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config.replaced(
             num_hidden_layers=2 * num_layers, intermediate_size=config.size("ffn_hidden_size")
         ),
-        family="longcat_flash",
     )
     q_rank, rank = (config.size(f"{one}_lora_rank", at_most=MAX_HEAD) for one in ("q", "kv"))
     scale = (spec.attention.scale or 1.0) * (hidden / q_rank) ** 0.5

@@ -15,12 +15,10 @@ RENAMED = {
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_mamba_model(config, family="mamba", norm_eps=None)
+    return read_mamba_model(config, norm_eps=None)
 
 
-def read_mamba_model(
-    config: ConfigReader, *, family: str, norm_eps: float | None
-) -> tuple[ModelSpec, Layout]:
+def read_mamba_model(config: ConfigReader, *, norm_eps: float | None) -> tuple[ModelSpec, Layout]:
     """Reads a model of nothing but Mamba. norm_eps: as in `Mamba`."""
     hidden = config.size("hidden_size")
     mixer = read_mamba(
@@ -35,4 +33,4 @@ def read_mamba_model(
         has_conv_bias=config.flag("use_conv_bias", True),
         has_biases=config.flag("use_bias", False),
     )
-    return read_only_mixers(config, family, mixer, leaves)
+    return read_only_mixers(config, mixer, leaves)

@@ -32,4 +32,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         has_in_bias=has_biases,
         has_out_bias=has_biases,
     )
-    return read_only_mixers(config, "mamba2", mixer, leaves)
+    return read_only_mixers(config, mixer, leaves)

@@ -25,7 +25,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     is_normalised = config.flag("norm_topk_prob", True)
     return read_decoder(
         config,
-        family="mellum",
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=kinds,

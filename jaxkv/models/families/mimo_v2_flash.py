@@ -46,7 +46,6 @@ def _read_form(
     is_routed = mlp == SPARSE
     spec, layout = read_decoder(
         config.replaced(num_key_value_heads=kv_heads * (2 if kind == SLIDING else 1)),
-        family="mimo_v2_flash",
         biased=QKV * config.flag("attention_bias", False),
         kinds=[kind] * num_layers,
         ropes=[_rope(config, kind)] * num_layers,

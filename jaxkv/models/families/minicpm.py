@@ -14,7 +14,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     # Its authors' MiniCPMConfig, which transformers does not have: files say only what differs.
     defaults = {"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "tie_word_embeddings": True}
     config = config.with_defaults(defaults)
-    return read_decoder(config, family="minicpm", scales=read_scales(config))
+    return read_decoder(config, scales=read_scales(config))
 
 
 def read_scales(config: ConfigReader) -> Scales:

@@ -12,7 +12,6 @@ from jaxkv.models.spec import ModelSpec
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_latent(
         config,
-        family="minicpm3",
         interleaved=False,
         biased=MLP * config.flag("mlp_bias", False),
         scales=read_scales(config),

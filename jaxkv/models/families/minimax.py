@@ -26,7 +26,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("sliding_window")
     experts = read_mixtral(config)
     router = read_router(config, experts.count, used="num_experts_per_tok", is_normalised=True)
-    read = read_decoder(config, family="minimax", experts=experts.leaves, router=router)
+    read = read_decoder(config, experts=experts.leaves, router=router)
     spec = read[0]
     layers = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
     mixer = Lightning(

@@ -19,7 +19,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     how = {"score": "sigmoid", "is_normalised": True}
     return read_decoder(
         config,
-        family="minimax_m2",
         names=QK_NORMED,
         partly=True,
         attention=AttentionSpec(qk_norm="whole"),

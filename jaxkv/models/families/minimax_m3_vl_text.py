@@ -52,7 +52,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     index = _index(config)
     spec, layout = read_decoder(
         config.replaced(intermediate_size=config.size("dense_intermediate_size")),
-        family="minimax_m3_vl_text",
         names=QK_NORMED,
         partly=True,
         norm="rms_one",

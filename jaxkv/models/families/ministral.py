@@ -13,4 +13,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kinds = None
     if config.get("sliding_window") is not None:
         kinds = read_kinds(config)
-    return read_decoder(config, family="ministral", kinds=kinds)
+    return read_decoder(config, kinds=kinds)

@@ -14,7 +14,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kind = FULL if config.get("sliding_window") is None else SLIDING
     return read_decoder(
         config,
-        family="ministral3",
         kinds=[kind] * config.num_layers,
         attention=AttentionSpec(temperature=read_temperature(config)),
     )

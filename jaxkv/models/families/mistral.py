@@ -10,4 +10,4 @@ from jaxkv.models.spec import ModelSpec
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kind = FULL if config.get("sliding_window") is None else SLIDING
     kinds = [kind] * config.num_layers
-    return read_decoder(config, family="mistral", kinds=kinds)
+    return read_decoder(config, kinds=kinds)

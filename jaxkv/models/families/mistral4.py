@@ -19,7 +19,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     fused = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     return read_latent(
         config,
-        family="mistral4",
         interleaved=config.flag("rope_interleave", True),
         temperature=read_temperature(config),
         experts=replace(experts, bias=None, fused=fused).leaves,

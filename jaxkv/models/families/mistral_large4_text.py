@@ -76,7 +76,6 @@ def _read_form(config: ConfigReader, rotates: bool, is_dense: bool) -> tuple[Mod
     spec, layout = read_latent(
         config,
         rotates=rotates,
-        family="mistral_large4_text",
         experts=None if is_dense else replace(experts, bias=None).leaves,
         router=None if is_dense else replace(router, score="softmax", is_normalised=True),
         index=index,

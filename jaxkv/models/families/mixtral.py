@@ -13,6 +13,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kinds = [kind] * config.num_layers
     experts = read_mixtral(config)
     router = read_router(config, experts.count, used="num_experts_per_tok", is_normalised=True)
-    return read_decoder(
-        config, family="mixtral", kinds=kinds, experts=experts.leaves, router=router
-    )
+    return read_decoder(config, kinds=kinds, experts=experts.leaves, router=router)

@@ -28,7 +28,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     if not kept:
         raise config.fail("cross_attention_layers", f"fewer than the {total} of num_hidden_layers")
     text = config.replaced(num_hidden_layers=len(kept))
-    spec, layout = llama.read(text, family="mllama_text_model")
+    spec, layout = llama.read(text)
     embed = layout.top["embed"]
     stored = Part(shape=(spec.vocab_size + MORE_TOKENS, spec.hidden_size), stop=spec.vocab_size)
     # One name after the other, so that none has two numbers on its way.

@@ -59,7 +59,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     def read_form(is_first: bool) -> tuple[ModelSpec, Layout]:
         return read_decoder(
             config.replaced(num_key_value_heads=None, head_dim=None),
-            family="modernbert_decoder",
             names=replace(NAMES, attn_norm=None) if is_first else NAMES,
             biased=biased,
             kinds=kinds,

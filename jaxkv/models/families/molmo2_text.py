@@ -41,7 +41,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kind = config.choice("qk_norm_type", "qwen3", ("qwen3", "olmo"))
     spec, layout = read_decoder(
         config,
-        family="molmo2_text",
         names=names,
         biased=QKV * config.flag("attention_bias", False),
         ropes=_ropes(config),

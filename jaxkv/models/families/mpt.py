@@ -44,7 +44,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     scale = None if own.get("softmax_scale") is None else own.number("softmax_scale")
     spec, layout = read_decoder(
         config,
-        family="mpt",
         names=NAMES,
         ropes=[None] * config.num_layers,
         eps="layer_norm_epsilon",

@@ -14,7 +14,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     rope = read_rope(config, reverse=True)
     return read_decoder(
         config,
-        family="nanochat",
         names=Names(
             norm=None, attn_norm=None, mlp_norm=None, gate=None, up="mlp.fc1", down="mlp.fc2"
         ),

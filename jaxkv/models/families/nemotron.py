@@ -15,7 +15,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased += ("up", "down") * config.flag("mlp_bias", False)
     return read_decoder(
         config,
-        family="nemotron",
         partly=True,
         names=Names(gate=None),
         biased=biased,

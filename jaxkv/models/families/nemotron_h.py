@@ -86,7 +86,6 @@ def _read_form(config: ConfigReader, form: str) -> tuple[ModelSpec, Layout]:
         mixture["router"] = router
     spec, layout = read = read_decoder(
         config,
-        family="nemotron_h",
         names=NAMES,
         biased=("up", "down") * config.flag("mlp_bias", False),
         ropes=[None] * num_layers,

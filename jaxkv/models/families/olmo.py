@@ -12,7 +12,6 @@ from jaxkv.models.spec import AttentionSpec, ModelSpec
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
-        family="olmo",
         names=Names(attn_norm=None, mlp_norm=None, norm=None),
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         eps=None,

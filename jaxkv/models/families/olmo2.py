@@ -12,7 +12,6 @@ from jaxkv.models.spec import AttentionSpec, ModelSpec
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
-        family="olmo2",
         names=POST_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         attention=AttentionSpec(qk_norm="whole"),

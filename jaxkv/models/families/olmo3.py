@@ -17,7 +17,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kinds = read_kinds(config, every=4)
     return read_decoder(
         config,
-        family="olmo3",
         names=POST_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=kinds,

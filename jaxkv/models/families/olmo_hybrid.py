@@ -42,7 +42,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     def read_form(is_linear: bool) -> tuple[ModelSpec, Layout]:
         found = read_decoder(
             config,
-            family="olmo_hybrid",
             names=LLAMA if is_linear else POST_NORMED,
             biased=(*QKV, "o") * config.flag("attention_bias", False),
             ropes=None if theta is not None else [None] * config.num_layers,

@@ -13,7 +13,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     is_normalised = config.flag("norm_topk_prob", False)
     return read_decoder(
         config,
-        family="olmoe",
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         attention=AttentionSpec(qk_norm="whole", clip=config.cap("clip_qkv")),

@@ -27,7 +27,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config = config.replaced(afn=activation, n_inner=4 * config.size("n_embd"))
     spec, layout = read_decoder(
         config.renamed(**gpt2.KEYS),
-        family="openai_gpt",
         names=NAMES,
         biased=("attn_norm", *QKV, "o", "mlp_norm", "up", "down"),
         ropes=[None] * config.size("n_layer", at_most=MAX_LAYERS),

@@ -37,7 +37,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased += (*QKV, "o", "up", "down") * config.flag("enable_bias", True)
     spec, layout = read_decoder(
         config.renamed(intermediate_size="ffn_dim").replaced(num_key_value_heads=None),
-        family="opt",
         names=NAMES if is_before else replace(NAMES, norm=None),
         biased=biased,
         ropes=[None] * config.num_layers,

@@ -9,4 +9,4 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = (*QKV, "o", *MLP) * config.flag("use_bias", False)
-    return read_decoder(config, family="paddleocr_vl_text", biased=biased)
+    return read_decoder(config, biased=biased)

@@ -13,7 +13,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     has_norms = config.flag("qk_layernorm", True)
     return read_decoder(
         config.replaced(num_key_value_heads=None, head_dim=None),
-        family="persimmon",
         names=Names(
             norm="model.final_layernorm",
             qkv="self_attn.query_key_value",

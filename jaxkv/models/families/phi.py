@@ -21,7 +21,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     has_norm = config.flag("qk_layernorm", False)
     return read_decoder(
         config,
-        family="phi",
         partly=True,
         names=replace(NAMES, **QK_NORM) if has_norm else NAMES,
         biased=(*QKV, "o", "up", "down", "attn_norm", "norm", "head", "q_norm", "k_norm"),

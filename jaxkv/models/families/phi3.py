@@ -10,7 +10,7 @@ from jaxkv.models.rope_config import rope_section
 from jaxkv.models.spec import ModelSpec
 
 
-def read(config: ConfigReader, *, family: str = "phi3") -> tuple[ModelSpec, Layout]:
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kind = FULL if config.get("sliding_window") is None else SLIDING
     rope = rope_section(config).values
     if rope.get("rope_type", rope.get("type")) == "yarn":  # what early files call longrope
@@ -18,7 +18,6 @@ def read(config: ConfigReader, *, family: str = "phi3") -> tuple[ModelSpec, Layo
         config = config.replaced(rope_parameters=rope, rope_scaling=None)
     return read_decoder(
         config,
-        family=family,
         partly=True,
         names=Names(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
         kinds=[kind] * config.num_layers,

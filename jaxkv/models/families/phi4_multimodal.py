@@ -14,5 +14,5 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     # Its keys are those of the whole model, which has no `text_config`.
-    spec, layout = phi3.read(config, family="phi4_multimodal")
+    spec, layout = phi3.read(config)
     return spec, replace(layout, part_of="phi4_multimodal")

@@ -22,7 +22,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         raise config.fail("num_experts_per_tok", "2 (the router chooses one, then another)")
     return read_decoder(
         config,
-        family="phimoe",
         biased=(*biased, "attn_norm", "mlp_norm", "norm"),
         kinds=[FULL if config.get("sliding_window") is None else SLIDING] * num_layers,
         ropes=[_rope(config)] * num_layers,

@@ -8,4 +8,4 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_decoder(config, family="qwen2", biased=QKV, kinds=qwen_kinds(config))
+    return read_decoder(config, biased=QKV, kinds=qwen_kinds(config))

@@ -30,7 +30,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     is_normalised = config.flag("norm_topk_prob", False)
     return read_decoder(
         config,
-        family="qwen2_moe",
         biased=QKV * config.flag("qkv_bias", True),
         kinds=_kinds(config),
         experts=experts.leaves,

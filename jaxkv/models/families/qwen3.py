@@ -11,6 +11,4 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = (*QKV, "o") * config.flag("attention_bias", False)
-    return read_decoder(
-        config, family="qwen3", names=QK_NORMED, biased=biased, kinds=qwen_kinds(config)
-    )
+    return read_decoder(config, names=QK_NORMED, biased=biased, kinds=qwen_kinds(config))

@@ -14,7 +14,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     width = config.size("moe_intermediate_size")
     return read_qwen_hybrid(
         config.replaced(intermediate_size=width),
-        family="qwen3_5_moe_text",
         matrices=in_turn,
         is_dense=(),
     )

@@ -13,7 +13,7 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_qwen_hybrid(config, family="qwen3_5_text", matrices=in_turn, is_dense=None)
+    return read_qwen_hybrid(config, matrices=in_turn, is_dense=None)
 
 
 def in_turn(mixer: GatedDelta, hidden: int) -> dict[str, Leaf]:

@@ -8,9 +8,7 @@ from jaxkv.models.families.experts import MAX_EXPERTS, Experts, qwen_dense, read
 from jaxkv.models.spec import ModelSpec
 
 
-def read(
-    config: ConfigReader, *, family: str = "qwen3_moe", experts: Experts | None = None
-) -> tuple[ModelSpec, Layout]:
+def read(config: ConfigReader, *, experts: Experts | None = None) -> tuple[ModelSpec, Layout]:
     experts = experts or read_experts(config)
     count = experts.count
     is_normalised = config.flag("norm_topk_prob", False)
@@ -20,7 +18,6 @@ def read(
     )
     return read_decoder(
         config,
-        family=family,
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=[SLIDING if has_window else FULL] * config.num_layers,

@@ -35,7 +35,6 @@ Matrices = Callable[[GatedDelta, int], Mapping[str, Leaf]]
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_qwen_hybrid(
         config,
-        family="qwen3_next",
         matrices=_matrices,
         is_normalised=config.flag("norm_topk_prob", True),
         is_dense=qwen_dense(config),
@@ -51,7 +50,6 @@ def _matrices(mixer: GatedDelta, hidden: int) -> Mapping[str, Leaf]:
 def read_qwen_hybrid(
     config: ConfigReader,
     *,
-    family: str,
     matrices: Matrices,
     is_normalised: bool = True,
     is_dense: Collection[int] | None,
@@ -79,7 +77,6 @@ def read_qwen_hybrid(
         router = read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised)
     read = read_decoder(
         config,
-        family=family,
         names=names,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         partly=True,

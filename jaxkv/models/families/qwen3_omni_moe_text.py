@@ -12,4 +12,4 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("use_sliding_window", False)
-    return qwen3_moe.read(config, family="qwen3_omni_moe_text")
+    return qwen3_moe.read(config)

@@ -21,4 +21,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("use_sliding_window", False)
     # No file says that the weights of the chosen experts are normalised, and they are.
     config = config.replaced(norm_topk_prob=True)
-    return qwen3_moe.read(config, family="qwen3_vl_moe_text", experts=experts)
+    return qwen3_moe.read(config, experts=experts)

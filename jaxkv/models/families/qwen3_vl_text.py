@@ -25,5 +25,5 @@ OF_PICTURES = (
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = (*QKV, "o") * config.flag("attention_bias", False)
-    spec, layout = read_decoder(config, family="qwen3_vl_text", names=QK_NORMED, biased=biased)
+    spec, layout = read_decoder(config, names=QK_NORMED, biased=biased)
     return spec, replace(layout, spellings=COSMOS, derived=(*layout.derived, OF_PICTURES))

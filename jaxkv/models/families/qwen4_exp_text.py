@@ -37,7 +37,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     rank = config.size("hc_lowrank", 320, at_most=MAX_HEAD)
     spec, layout = read_qwen_hybrid(
         config,
-        family="qwen4_exp_text",
         matrices=in_turn,
         is_normalised=config.flag("norm_topk_prob", True),
         is_dense=(),

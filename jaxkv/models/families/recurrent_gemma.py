@@ -55,7 +55,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     read = read_decoder(
         sized,
-        family="recurrent_gemma",
         names=NAMES,
         kinds=[SLIDING] * num_layers,
         biased=(*QKV * config.flag("attention_bias", False), "o", *MLP),

@@ -19,4 +19,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     if scaling.get("type") == "deepseek_yarn" or scaling.get("rope_type") == "deepseek_yarn":
         given["rope_scaling"] = {**scaling.values, "type": "yarn", "rope_type": "yarn"}
     config = config.replaced(**given)
-    return read_deepseek(config, family="sarvam_mla", is_dense=first_dense(config))
+    return read_deepseek(config, is_dense=first_dense(config))

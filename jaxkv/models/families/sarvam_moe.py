@@ -30,7 +30,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     named = {theirs: config.get(own) for own, theirs in OWN.items() if config.get(own) is not None}
     return read_glm4_moe(
         config.replaced(**named),
-        family="sarvam_moe",
         names=NAMES,
         bias="mlp.gate.expert_bias",
     )

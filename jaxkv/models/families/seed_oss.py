@@ -13,4 +13,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = QKV * config.flag("attention_bias", True)
     biased += ("o",) * config.flag("attention_out_bias", False)
     biased += MLP * config.flag("mlp_bias", False)
-    return read_decoder(config, family="seed_oss", biased=biased)
+    return read_decoder(config, biased=biased)

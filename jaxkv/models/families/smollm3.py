@@ -24,7 +24,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         kinds = [FULL if one else SLIDING for one in rotates]
     return read_decoder(
         config,
-        family="smollm3",
         biased=biased,
         kinds=kinds,
         ropes=[rope if one else None for one in rotates],

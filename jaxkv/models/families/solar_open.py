@@ -13,7 +13,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         # No layer has an MLP for all tokens, and not every file says how wide it would be.
         config.with_defaults({"intermediate_size": experts.width}),
-        family="solar_open",
         biased=QKV * config.flag("attention_bias", False),
         experts=experts.leaves,
         router=router,

@@ -176,7 +176,7 @@ def mamba_leaves(
 
 
 def read_only_mixers(
-    config: ConfigReader, family: str, mixer: Mixer, leaves: Mapping[str, Leaf]
+    config: ConfigReader, mixer: Mixer, leaves: Mapping[str, Leaf]
 ) -> tuple[ModelSpec, Layout]:
     """Reads a model whose layers are a norm and a mixer each, without attention and MLP.
 
@@ -186,9 +186,7 @@ def read_only_mixers(
     # What there is none of has to have a size.
     sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size"), 1)
     config = config.with_defaults({"max_position_embeddings": MAX_LEN}).replaced(**sizes)
-    read = read_decoder(
-        config, family=family, names=ONLY, ropes=[None] * num_layers, eps="layer_norm_epsilon"
-    )
+    read = read_decoder(config, names=ONLY, ropes=[None] * num_layers, eps="layer_norm_epsilon")
     spec, layout = with_mixer(read, range(num_layers), mixer, leaves)
     own = {"attn_norm": layout.layers[0]["attn_norm"], **leaves}
     return spec, replace(layout, layers=(own,))

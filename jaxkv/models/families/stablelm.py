@@ -23,7 +23,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         )
     return read_decoder(
         config,
-        family="stablelm",
         partly=True,
         names=names,
         biased=(*QKV * config.flag("use_qkv_bias", False), "attn_norm", "mlp_norm", "norm"),

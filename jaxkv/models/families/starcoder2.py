@@ -13,7 +13,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased += (*QKV, "o", "up", "down") * config.flag("use_bias", True)
     return read_decoder(
         config,
-        family="starcoder2",
         names=Names(gate=None, up="mlp.c_fc", down="mlp.c_proj"),
         biased=biased,
         kinds=[kind] * config.num_layers,

@@ -136,7 +136,6 @@ def _read_form(config: ConfigReader, form: Form, kinds: list[str]) -> tuple[Mode
     config = config.replaced(num_attention_heads=form.num_heads)
     spec, layout = read_decoder(
         config,
-        family="step3p5",
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=[form.kind] * len(kinds),

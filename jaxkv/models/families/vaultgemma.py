@@ -12,7 +12,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("use_bidirectional_attention", False)
     return read_decoder(
         config,
-        family="vaultgemma",
         names=Names(mlp_norm="pre_feedforward_layernorm"),
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=read_kinds(config, every=2),

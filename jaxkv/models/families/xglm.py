@@ -33,7 +33,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     factor = hidden**0.5 if config.flag("scale_embedding", True) else 1.0
     return read_decoder(
         config.replaced(head_dim=None).renamed(**KEYS),
-        family="xglm",
         names=NAMES,
         biased=("attn_norm", "mlp_norm", "norm", *QKV, "o", "up", "down"),
         ropes=[None] * config.size("num_layers", at_most=MAX_LAYERS),

@@ -10,4 +10,4 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     is_interleaved = config.flag("rope_interleave", True)
-    return read_latent(config, family="youtu", interleaved=is_interleaved)
+    return read_latent(config, interleaved=is_interleaved)
