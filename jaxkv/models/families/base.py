@@ -319,6 +319,11 @@ def read_kinds(config: ConfigReader, *, every: int = 0, first_full: bool = False
     return [FULL if every and i % every == place else SLIDING for i in numbers]
 
 
+def mistral_kinds(config: ConfigReader) -> list[str]:
+    """Reads each layer's kind in Mistral's spelling: all have a window where there is one."""
+    return [FULL if config.get("sliding_window") is None else SLIDING] * config.num_layers
+
+
 def qwen_kinds(config: ConfigReader) -> list[str]:
     """Reads each layer's kind in Qwen's spelling: `layer_types`, or `use_sliding_window` from
     `max_window_layers` on.

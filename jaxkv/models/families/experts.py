@@ -212,13 +212,10 @@ def read_grouped(config: ConfigReader) -> tuple[Experts, Router]:
     """Reads experts as DeepSeek V3's configs say them: chosen by sigmoid scores and a bias, within
     groups, beside shared ones. Source: arXiv 2412.19437, section 2.1.2.
     """
-    count, width = (
-        config.size("n_routed_experts", at_most=MAX_EXPERTS),
-        config.size("moe_intermediate_size"),
-    )
-    num_shared = (
-        0 if config.get("n_shared_experts") in (None, 0) else config.size("n_shared_experts")
-    )
+    count = config.size("n_routed_experts", at_most=MAX_EXPERTS)
+    width = config.size("moe_intermediate_size")
+    has_shared = config.get("n_shared_experts") not in (None, 0)
+    num_shared = config.size("n_shared_experts") if has_shared else 0
     groups = config.size("n_group", 1)
     if count % groups or count // groups < 2:
         raise config.fail("n_group", f"groups of two or more of the {count} experts")

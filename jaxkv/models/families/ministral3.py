@@ -5,16 +5,15 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, SLIDING, Layout, read_decoder
+from jaxkv.models.families.base import Layout, mistral_kinds, read_decoder
 from jaxkv.models.rope_config import rope_section
 from jaxkv.models.spec import AttentionSpec, ModelSpec, QueryTemperature
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    kind = FULL if config.get("sliding_window") is None else SLIDING
     return read_decoder(
         config,
-        kinds=[kind] * config.num_layers,
+        kinds=mistral_kinds(config),
         attention=AttentionSpec(temperature=read_temperature(config)),
     )
 

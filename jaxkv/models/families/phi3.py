@@ -5,13 +5,12 @@ rotated heads. Source: arXiv 2404.14219, 2503.01743.
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, SLIDING, Layout, Names, read_decoder
+from jaxkv.models.families.base import Layout, Names, mistral_kinds, read_decoder
 from jaxkv.models.rope_config import rope_section
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    kind = FULL if config.get("sliding_window") is None else SLIDING
     rope = rope_section(config).values
     if rope.get("rope_type", rope.get("type")) == "yarn":  # what early files call longrope
         rope = {**rope, "rope_type": "longrope"}
@@ -20,5 +19,5 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config,
         partly=True,
         names=Names(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
-        kinds=[kind] * config.num_layers,
+        kinds=mistral_kinds(config),
     )

@@ -7,14 +7,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, QKV, SLIDING, Layout, read_decoder
+from jaxkv.models.families.base import QKV, Layout, mistral_kinds, read_decoder
 from jaxkv.models.families.experts import read_mixtral, read_router
 from jaxkv.models.rope_config import read_rope, rope_section
 from jaxkv.models.spec import ModelSpec, RopeSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    num_layers = config.num_layers
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     biased += ("head",) * config.flag("lm_head_bias", False)
     experts = read_mixtral(config)
@@ -23,8 +22,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
         biased=(*biased, "attn_norm", "mlp_norm", "norm"),
-        kinds=[FULL if config.get("sliding_window") is None else SLIDING] * num_layers,
-        ropes=[_rope(config)] * num_layers,
+        kinds=mistral_kinds(config),
+        ropes=[_rope(config)] * config.num_layers,
         norm="layer",
         experts=experts.leaves,
         router=read_router(

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, QKV, SLIDING, Layout, Names, read_decoder
+from jaxkv.models.families.base import QKV, Layout, Names, mistral_kinds, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    kind = FULL if config.get("sliding_window") is None else SLIDING
     biased: tuple[str, ...] = ("attn_norm", "mlp_norm", "norm")
     biased += (*QKV, "o", "up", "down") * config.flag("use_bias", True)
     return read_decoder(
         config,
         names=Names(gate=None, up="mlp.c_fc", down="mlp.c_proj"),
         biased=biased,
-        kinds=[kind] * config.num_layers,
+        kinds=mistral_kinds(config),
         eps="norm_epsilon",
         norm="layer",
     )
