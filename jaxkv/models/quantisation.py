@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,6 +16,7 @@ FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantize
 """Of compressed-tensors."""
 
 NVFP4 = ("NVFP4", "W4A16_NVFP4")
+MIXED = "MIXED_PRECISION"
 OF_MODELOPT = (*NVFP4, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
 """Algorithms of modelopt. The first two differ in activations only; the last is by blocks."""
 
@@ -23,6 +25,8 @@ SKIPPED = ("modules_to_not_convert", "ignore", "exclude_modules", "llm_int8_skip
 
 IN_CONFIG = ("quantization_config", "compression_config")
 """Where config.json says it; the second is what compressed-tensors called it at first."""
+
+NUMBER = re.compile(r"\.(\d+|\{\w+\})(?=\.)")
 
 BLOCK = (0, 0)
 
@@ -37,7 +41,8 @@ class Quantisation:
     experts: how weights of routed experts are stored, None for as all others. block: how many
     [rows, columns] share a scale, 0 where that is not said, because all do. takes_one: GPTQ's
     stored zero points are one less than they mean. skipped: names of modules that are not
-    quantised, maybe with wildcards.
+    quantised, maybe with wildcards. mixed: how each module is stored where they differ, by names
+    from "layers" on with 0 for each number; None where that differs from layer to layer.
     """
 
     method: str
@@ -47,9 +52,16 @@ class Quantisation:
     takes_one: bool = False
     skipped: tuple[str, ...] = ()
     experts: Quantisation | None = None
+    mixed: tuple[tuple[str, Quantisation | None], ...] = ()
 
     def of(self, name: str) -> Quantisation:
-        """Returns how the weight of this name is stored."""
+        """Returns how the weight of this name is stored, which may have `{layer}` and its like in
+        it.
+        """
+        if self.mixed:
+            among = f".{NUMBER.sub('.0', name)}."
+            found = next((how for one, how in self.mixed if f".{one}." in among), None)
+            return replace(self, skipped=("*",), mixed=()) if found is None else found
         is_expert = self.experts is not None and ".experts." in name
         return self.experts if is_expert and self.experts is not None else self
 
@@ -117,12 +129,12 @@ def _read(given: ConfigReader) -> Quantisation:
     if method == "compressed-tensors":
         return _compressed(given)
     if method == "modelopt":
-        algorithm = given.choice("quant_algo", None, OF_MODELOPT)
-        method = f"modelopt, {algorithm}"
-        if algorithm not in NVFP4:
-            block = (128, 128) if algorithm == "FP8_PB_WO" else BLOCK
-            return Quantisation(method=method, kind="scaled", block=block)
-        return Quantisation(method=method, kind="modelopt", bits=4, block=(0, 16))
+        algorithm = given.choice("quant_algo", None, (*OF_MODELOPT, MIXED))
+        if algorithm != MIXED:
+            return of_modelopt(algorithm, algorithm)
+        if not (mixed := _mixed(given.section("quantized_layers"))):
+            raise given.fail("quantized_layers", "modules, each with a quant_algo")
+        return replace(of_modelopt("FP8", MIXED), mixed=mixed)
     if method == "bitsandbytes":
         if not given.flag("load_in_4bit", False):
             raise given.fail("load_in_4bit", "true (8 bits: not built)")
@@ -139,6 +151,29 @@ def _read(given: ConfigReader) -> Quantisation:
     takes_one = given.choice("checkpoint_format", "gptq", ("gptq", "gptq_v2")) == "gptq"
     block = (0, columns)
     return Quantisation(method=method, kind="gptq", bits=bits, block=block, takes_one=takes_one)
+
+
+def of_modelopt(algorithm: str, called: str) -> Quantisation:
+    """Returns how one of `OF_MODELOPT` stores weights, in a checkpoint of the algorithm `called`
+    so.
+    """
+    method = f"modelopt, {called}"
+    if algorithm in NVFP4:
+        return Quantisation(method=method, kind="modelopt", bits=4, block=(0, 16))
+    block = (128, 128) if algorithm == "FP8_PB_WO" else BLOCK
+    return Quantisation(method=method, kind="scaled", block=block)
+
+
+def _mixed(given: ConfigReader) -> tuple[tuple[str, Quantisation | None], ...]:
+    """Reads how modelopt has stored each module."""
+    found: dict[str, set[Quantisation]] = {}
+    for name in given.values:
+        how = of_modelopt(given.section(name).choice("quant_algo", None, OF_MODELOPT), MIXED)
+        # Layers that predict later tokens have numbers of their own.
+        if not name.startswith("mtp."):
+            own = NUMBER.sub(".0", name[max(name.find("layers."), 0) :])
+            found.setdefault(own, set()).add(how)
+    return tuple((name, x.pop() if len(x) == 1 else None) for name, x in found.items())
 
 
 def _compressed(given: ConfigReader) -> Quantisation:

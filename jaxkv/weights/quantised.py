@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families.base import Part
-from jaxkv.models.quantisation import Quantisation
+from jaxkv.models.quantisation import MIXED, Quantisation, of_modelopt
 from jaxkv.weights.formats import FORMS, Form, Parts, Stored
 from jaxkv.weights.packing import Packing
 from jaxkv.weights.safetensors import Checkpoint, TensorEntry
@@ -58,7 +58,7 @@ class Dequantised:
             form = self._form(name)
             entry = checkpoint.entries[own[form.values]]
             try:
-                shape = form.shape(self._own(name), how.of(name))
+                shape = form.shape(self._own(name), self._how_of(name))
             except ValueError as error:
                 raise CheckpointError(f"{entry.file}: {name}: {error}") from error
             nbytes = math.prod(shape) * FLOAT32.itemsize
@@ -101,7 +101,7 @@ class Dequantised:
         if not all(name in self._parts for name in names):
             return None
         found = {
-            self._form(name).packing(self._own(name), self._how.of(name), part, num_parts, dtype)
+            self._form(name).packing(self._own(name), self._how_of(name), part, num_parts, dtype)
             for name in names
         }
         return found.pop() if len(found) == 1 else None
@@ -117,8 +117,16 @@ class Dequantised:
         for stored in self._matrices(name, part):
             yield stored.packed(packing, part)
 
+    def _how_of(self, name: str) -> Quantisation:
+        """Returns how a weight is stored, by its own tensors where modules differ."""
+        if not self._how.mixed:
+            return self._how.of(name)
+        has_factor = f"{name}_scale_2" in self._checkpoint.entries
+        # What reads scales of blocks reads one of all, and those of rows.
+        return of_modelopt("NVFP4" if has_factor else "FP8_PB_WO", MIXED)
+
     def _form(self, name: str) -> Form:
-        return FORMS[self._how.of(name).kind]
+        return FORMS[self._how_of(name).kind]
 
     def _own(self, name: str) -> Parts:
         return {last: self._checkpoint.read(full) for last, full in self._parts[name].items()}
@@ -127,7 +135,7 @@ class Dequantised:
         """Raises: CheckpointError if what the weight is made of does not fit together."""
         own = self._own(name)
         try:
-            yield from self._form(name).matrices(own, self._how.of(name), part)
+            yield from self._form(name).matrices(own, self._how_of(name), part)
         except (KeyError, ValueError, IndexError) as error:
             shapes = ", ".join(f"{last} {x.dtype} {list(x.shape)}" for last, x in own.items())
             raise CheckpointError(

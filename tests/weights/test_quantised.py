@@ -268,6 +268,36 @@ def test_blocks_of_modelopt_have_scales_of_four_axes(tmp_path, monkeypatch):
     check_planned(small)
 
 
+def test_modules_of_modelopt_may_be_stored_unlike(tmp_path, monkeypatch):
+    """Attention is in fp8 here, but for queries, which are not quantised, and MLPs in fp4."""
+    listed, order = {}, iter("dgukoqv" * 2)  # modules by the alphabet, as `quantised` goes on
+
+    def store(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[dict, np.ndarray]:
+        name = next(order)
+        if name in "dgu":
+            return CASES["modelopt"][1](rng, shape)
+        values = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
+        if name in "kov":
+            scale = np.float32(rng.uniform(0.01, 0.1))
+            return {"weight": values, "weight_scale": scale}, values.astype(np.float32) * scale
+        want = values.astype(np.float32)
+        return {"weight": want}, want
+
+    for layer in range(2):
+        prefix = f"model.language_model.layers.{layer}."
+        for name in ("down", "gate", "up"):
+            listed[f"{prefix}mlp.{name}_proj"] = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+        for name in "kov":
+            listed[f"{prefix}self_attn.{name}_proj"] = {"quant_algo": "FP8"}
+    listed["mtp.layers.0.self_attn.q_proj"] = {"quant_algo": "FP8"}
+    monkeypatch.setitem(CASES, "mixed", (MIXED | {"quantized_layers": listed}, store))
+    sizes = {"hidden_size": 160, "intermediate_size": 256, "head_dim": 40}
+    small, plain = quantised(tmp_path, "mixed", tiny_config("qwen2", **SIZES | sizes))
+    check_equal(loaded(small), loaded(plain))
+    assert packed_names(small) == MATRICES - {"q"}
+    check_planned(small)
+
+
 def test_an_engine_says_what_stays_quantised(tmp_path):
     small, _ = quantised(tmp_path, "gptq")
     text = LLM(small, **SMALL).describe()
@@ -276,6 +306,7 @@ def test_an_engine_says_what_stays_quantised(tmp_path):
 
 AT_WEIGHTS = {"location": "weight_output"}
 OFFLINE = {"config_groups": {"R2": {"type": "hadamard", "apply": [AT_WEIGHTS]}}}
+MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 ONLINE = {"config_groups": {"R3": {"apply": [AT_WEIGHTS, {"location": "output"}]}}}
 
 
@@ -294,6 +325,8 @@ def test_transforms_of_weights_are_in_what_is_stored(tmp_path):
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_4bit: expected true"),
         (BITSANDBYTES | {"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type: expected one of"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo: expected one of"),
+        (MIXED, "quantized_layers: expected modules"),
+        (MIXED | {"quantized_layers": {"lm_head": {"quant_algo": "X"}}}, "lm_head: quant_algo: ex"),
         ({"quant_method": "gptq", "bits": 3}, "bits: expected 4 or 8, got 3"),
         ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version: expected one of"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "expected two whole numbers"),
