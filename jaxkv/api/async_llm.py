@@ -68,8 +68,9 @@ class AsyncLLM(AsyncPoolingCalls):
         self._engine = EngineThread(self._llm)
         # Prompts are made tokens of in a thread of their own, while steps go on. It ends with this
         # object: a call that comes while the engine is shut down is to find it, and the end then.
-        self._apart = self._llm._intake.apart()
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="jaxkv-tokenizer")
+        # Copying a large vocabulary takes a second, in which programs are compiled.
+        self._apart = self._tokenizing.submit(self._llm._intake.apart)
         self._streams: dict[Stream, None] = {}
         """Those that are read, also of requests that the engine has not heard of yet."""
         # Who forgets to call `shutdown` gets the memory back, and a clean exit: the thread must not
@@ -164,7 +165,9 @@ class AsyncLLM(AsyncPoolingCalls):
         """
         self._engine.check()
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, function, self._apart, *args)
+        return await loop.run_in_executor(
+            self._tokenizing, lambda: function(self._apart.result(), *args)
+        )
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Reads an adapter into host memory ahead of the requests that name it, and returns True.
