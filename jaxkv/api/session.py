@@ -104,10 +104,9 @@ class BaseSession:
         claim: Claim | None = None,
     ) -> None:
         self._home, self._tokens, self._messages = home, tokens, messages
-        keys: Sequence[bytes] = ()
         if claim is None:
-            keys = home.intake.page_keys(tokens, home.salt, home.adapter)
-        self._claim: Claim | None = Claim(home.engine, keys) if claim is None else claim
+            claim = Claim(home.engine, home.intake.page_keys(tokens, home.salt, home.adapter))
+        self._claim: Claim | None = claim
 
     @classmethod
     def restored(cls, home: Home, path: Path, saved: SavedPages, *, convert: bool) -> Self:

@@ -261,16 +261,12 @@ class Recorder:
             Gauge(
                 "step_padding",
                 "Part of the steps' tokens that was padding.",
-                1 - _share(self.num_tokens, self.num_padded_tokens)
-                if self.num_padded_tokens
-                else 0.0,
+                _padding(self.num_tokens, self.num_padded_tokens),
             ),
             Gauge(
                 "loop_padding",
                 "Part of the decode loops' rows that was padding.",
-                1 - _share(self.num_row_steps, self.num_padded_row_steps)
-                if self.num_padded_row_steps
-                else 0.0,
+                _padding(self.num_row_steps, self.num_padded_row_steps),
             ),
         ]
 
@@ -312,6 +308,11 @@ def tier_metrics(tiers: Tiers | None) -> list[Metric]:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def _padding(num_real: int, num_padded: int) -> float:
+    """Returns which part of what was computed was padding."""
+    return 1 - num_real / num_padded if num_padded else 0.0
 
 
 def _labelled(metric: Metric, name: str | None = None) -> str:

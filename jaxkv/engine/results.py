@@ -120,8 +120,7 @@ class Results:
         got, going_on, now = [], [], time.monotonic()
         self._note_cost(flight, now)
         # Of a hundred rows hardly one needs more than its tokens added, so those stay bytes. Only
-        # the last one can be a
-        # stop token: the device draws none after it.
+        # the last one can be a stop token: the device draws none after it.
         packed, width = token_Bn.tobytes(), token_Bn[0].nbytes
         last_B = token_Bn[np.arange(len(num_B)), num_B - 1].tolist()
         rows = zip(flight.rows, num_B.tolist(), last_B, range(0, len(packed), width), strict=False)
@@ -313,9 +312,8 @@ class Results:
         scores, targets = jax.tree.map(np.asarray, flight.scores), np.asarray(batch.target_T)
         position_T = np.asarray(batch.position_T)
         for request, start, count in zip(requests, batch.start_B, batch.count_B, strict=False):
-            entries = (
-                [] if request.output.prompt_logprobs is None else request.output.prompt_logprobs
-            )
+            if (entries := request.output.prompt_logprobs) is None:
+                continue
             for t in start + np.flatnonzero(targets[start : start + count] != NO_TOKEN):
                 if position_T[t] + 1 != len(entries):
                     continue  # scored before: preempted and begun anew with that step under way

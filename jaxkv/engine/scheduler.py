@@ -467,11 +467,15 @@ class Scheduler:
                     self._make_room()
 
     def _new_allocators(self) -> Allocators:
-        allocators, tiers = Allocators(self.config), self.tiers
-        if tiers is not None:
-            allocators.pages.evicted = []
-            allocators.pages.listed_now = None if tiers.disk is None else []
+        allocators = Allocators(self.config)
+        self._note_moves(allocators.pages)
         return allocators
+
+    def _note_moves(self, pages: PageAllocator) -> None:
+        """Has pages noted from now on that tiers are to keep."""
+        if self.tiers is not None:
+            pages.evicted = []
+            pages.listed_now = None if self.tiers.disk is None else []
 
     @property
     def is_loading(self) -> bool:
@@ -524,8 +528,7 @@ class Scheduler:
         """Makes nothing that is computed so far be found again, nor what requests list later."""
         if self.tiers is not None:
             self.tiers.clear()
-            self.allocator.evicted = []
-            self.allocator.listed_now = None if self.tiers.disk is None else []
+        self._note_moves(self.allocator)
         self.allocators.forget()
         for request in (*self.running, *self.leaving):
             request.hold.is_listed = False

@@ -308,14 +308,11 @@ class PageAllocator:
         every used page.
         """
         handles = list(handles)
-        if over := [
-            handle
-            for handle in handles
-            if not 0 <= handle.length <= len(handle.pages) * self.page_size
-        ]:
-            raise RuntimeError(
-                f"a handle of {over[0].length} tokens has {len(over[0].pages)} pages"
-            )
+        for handle in handles:
+            if not 0 <= handle.length <= len(handle.pages) * self.page_size:
+                raise RuntimeError(
+                    f"a handle of {handle.length} tokens has {len(handle.pages)} pages"
+                )
         held = Counter(page for handle in handles for page in handle.pages)
         counted = {page: n for page, n in enumerate(self._references) if n}
         if held != counted:

@@ -34,9 +34,8 @@ def pool(
     weights: what the final norm has of them.
     """
     body = partial(_pool, kind=kind, spec=spec)
-    return on_every_device(body, placement, num_outputs=1, has_kv=False)(weights, hidden_TD, batch)[
-        0
-    ]
+    run = on_every_device(body, placement, num_outputs=1, has_kv=False)
+    return run(weights, hidden_TD, batch)[0]
 
 
 def norm_of(weights: Weights) -> Weights:

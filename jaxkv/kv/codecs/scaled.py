@@ -48,15 +48,13 @@ class ScaledCodec:
         scale = jnp.maximum(to_bfloat16(jnp.max(jnp.abs(x), axis=-1) / largest), SMALLEST)
         # The rounded scale may be a little small for the largest value.
         values = jnp.clip(x / scale[..., None], -largest, largest)
-        return (jnp.round(values) if self.kind == "int8" else values).astype(
-            STORED[self.kind]
-        ), scale
+        values = jnp.round(values) if self.kind == "int8" else values
+        return values.astype(STORED[self.kind]), scale
 
     def encode(self, x: jax.Array) -> jax.Array:
         values, scale = self.quantise(x)
-        return jnp.concatenate(
-            [jax.lax.bitcast_convert_type(values, jnp.uint8), as_bytes(scale)], axis=-1
-        )
+        stored = jax.lax.bitcast_convert_type(values, jnp.uint8)
+        return jnp.concatenate([stored, as_bytes(scale)], axis=-1)
 
     def elements(self, stored: jax.Array) -> Elements:
         values = jax.lax.bitcast_convert_type(stored[..., :-2], STORED[self.kind])
