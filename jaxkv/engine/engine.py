@@ -404,6 +404,14 @@ class Engine:
         return self.change(self._step)
 
     def _step(self) -> list[Request]:
+        got = self._go_on()
+        self._touched.clear()
+        if self._moves is not None and not self._requests:
+            self._keep_all(self._moves)
+        return got
+
+    def _go_on(self) -> list[Request]:
+        """Launches what is next and reads what was before it, or reads only."""
         got: list[Request] = []
         if self._flight is not None:
             self._touched.append(self._flight)
@@ -412,7 +420,6 @@ class Engine:
             # The next program may take seconds to come: nobody waits so long for tokens that are
             # there.
             got, self._flight = self.results.read(self._flight), None
-            self._touched.clear()
             return got
         if self._watching:
             if not self._watching.isdisjoint(self._flying + self.scheduler.running):
@@ -434,11 +441,7 @@ class Engine:
             self._flight = self._launch(plan, plan.requests)
             for watch in self.watchers:
                 watch(self.scheduler)
-        got += self.results.read(before)
-        self._touched.clear()
-        if self._moves is not None and not self._requests:
-            self._keep_all(self._moves)
-        return got
+        return got + self.results.read(before)
 
     def _keep_all(self, moves: HostMoves) -> None:
         """Has everything on its way to the disk that is listed: the next step may never come."""

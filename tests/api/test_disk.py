@@ -12,6 +12,7 @@ from jaxkv.config import SamplingParams
 from jaxkv.errors import DirectoryInUseError
 from jaxkv.holding import tiers
 from jaxkv.holding.costs import Costs
+from jaxkv.programs.compiled import Programs
 from jaxkv.testing import engine_of
 from poison import poisoned
 from tiny import SMALL, make_checkpoint, tiny_config
@@ -102,6 +103,16 @@ def test_conversations_go_on_after_a_restart(make, on_disk, tmp_path, options):
     assert engine_of(llm).scheduler.tiers.costs.read.num * 8 >= values(llm)["kv_disk_hits"]
     assert f"{on_disk['kv_disk']} keeps up to" in llm.describe()
     llm.shutdown()
+
+
+def test_all_is_on_its_way_when_the_last_request_ends(make, on_disk, monkeypatch):
+    """Also while programs are compiled, when a step reads only."""
+    for is_compiling in (False, True):
+        monkeypatch.setattr(Programs, "is_compiling", is_compiling)
+        llm = make(**on_disk)
+        ask(llm, ids(60, is_compiling))
+        assert values(llm)["kv_disk_pages"] == 8 * (1 + is_compiling)
+        llm.shutdown()
 
 
 @pytest.mark.usefixtures("loads_always")
