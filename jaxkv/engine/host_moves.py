@@ -107,6 +107,8 @@ class HostMoves:
 
     def back(self, kv: PagedKV, loads: Sequence[tuple[int, HostPage]]) -> PagedKV:
         """Returns the state with these pages written. Consumes `kv`."""
+        if not loads:  # of a step, mostly: nothing that pages have cost
+            return kv
         start = time.perf_counter()
         kept = iter([page for _, page in loads])
         for page_C, n in chunks([number for number, _ in loads]):
@@ -119,5 +121,5 @@ class HostMoves:
                 kv = write_pages(replace(kv, rows=()), page_C, arrays, np.int32(n), s=s)
         if self._has_compiled:  # the first time says nothing of the next ones
             self._tiers.costs.copied.add(len(loads), time.perf_counter() - start)
-        self._has_compiled |= bool(loads)
+        self._has_compiled = True
         return kv

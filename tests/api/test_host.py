@@ -1,6 +1,7 @@
 """Pages that the device has no room for come back from host memory as they were."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
 from jaxkv.engine import host_moves
 from jaxkv.engine.pages import MOVED_AT_ONCE
+from jaxkv.holding.costs import Pace
 from jaxkv.testing import engine_of
 from poison import poisoned
 from tiny import SMALL, make_checkpoint, tiny_config
@@ -98,6 +100,16 @@ def test_only_so_many_copies_wait_on_the_device(make, monkeypatch):
     assert len(on_device) == len(found) / 3  # those of the last call
     engine._moves.settle()
     assert all(key in engine.scheduler.tiers.host for _, key in pages)
+
+
+def test_steps_without_pages_to_load_cost_pages_nothing(make):
+    llm = make(kv_host_bytes=SOME, num_gpu_blocks_override=16)
+    for seed in (0, 1, 0, 1):  # after the first load, which compiles, one that is measured
+        llm.generate({"prompt_token_ids": ids(100, seed)}, GREEDY, use_tqdm=False)
+    copied = engine_of(llm).scheduler.tiers.costs.copied
+    before = replace(copied)
+    llm.generate({"prompt_token_ids": ids(5, 2)}, GREEDY, use_tqdm=False)
+    assert copied == before != Pace()
 
 
 def test_the_least_used_pages_leave_host_memory_first(make):
