@@ -300,7 +300,7 @@ def tier_metrics(tiers: Tiers | None) -> list[Metric]:
         ),
         Counter(
             "kv_disk_left_out",
-            "Pages that were not written because too many waited for the disk.",
+            "Pages that left the device unwritten because too many waited for the disk.",
             0 if disk is None else disk.num_left_out,
         ),
     ]

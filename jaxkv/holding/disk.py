@@ -72,7 +72,7 @@ class DiskPages:
             )
         self.num_found = self.num_damaged = self.num_left_out = 0
         """Count tokens that requests took from here, files that were not what their hash says, and
-        pages that were not written because too many waited.
+        pages that have left the device unwritten because too many waited.
         """
         self.is_writing = True
         """False since a write has failed."""
@@ -94,11 +94,16 @@ class DiskPages:
 
     def wants(self, key: bytes) -> bool:
         """Tells whether `put` would keep the page."""
-        if key in self._size_of or not self.is_writing:
-            return False
-        has_room = len(self._waiting) * self.page_bytes < WAITING_BYTES
-        self.num_left_out += not has_room
-        return has_room
+        return self._lacks(key) and len(self._waiting) * self.page_bytes < WAITING_BYTES
+
+    def left(self, key: bytes) -> None:
+        """Notes that a page has left the device which was not put here: it is left out unless it
+        is here already.
+        """
+        self.num_left_out += self._lacks(key)
+
+    def _lacks(self, key: bytes) -> bool:
+        return self.is_writing and key not in self._size_of
 
     def put(self, key: bytes, page: HostPage) -> None:
         """Has a page that it `wants` written, in place of those that were used least lately."""

@@ -192,10 +192,16 @@ def test_a_full_disk_ends_writing_with_one_warning(pages, monkeypatch):
 def test_what_a_slow_disk_has_no_time_for_is_left_out(pages, monkeypatch):
     monkeypatch.setattr(disk, "WAITING_BYTES", 2 * PAGE_BYTES)
     put(pages, 1, 2)
-    assert not pages.wants(key_of(3))
-    put(pages, 3)  # as host memory wants it
+    tiers = Tiers(HostPages(1), pages)
+    page = pages.read([key_of(1)]).result().pages[key_of(1)]
+    assert not tiers.wants(key_of(3), is_leaving=False)  # when it is listed: it may come later
+    assert tiers.wants(key_of(3), is_leaving=True)
+    tiers.put(key_of(3), page, is_leaving=True)  # as host memory wants it
+    assert key_of(3) in tiers.host
     assert key_of(3) not in pages
-    assert pages.num_left_out == 2
+    assert not tiers.wants(key_of(3), is_leaving=True)
+    assert not Tiers(None, pages).wants(key_of(1), is_leaving=True)  # it is there
+    assert pages.num_left_out == 2  # once each time that it has left
     pages._writer.submit(int).result()
     pages.settle()
     assert pages.wants(key_of(3))
