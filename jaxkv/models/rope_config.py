@@ -29,16 +29,10 @@ def read_rope(
     rotated.
     """
     rope = rope_section(config) if section is None else section
-    max_len, head_dim = config.max_len, config.head_dim if head_dim is None else head_dim
-    is_older = rope.get("type") is not None and "rope_type" not in rope.values
-    key = "type" if is_older else "rope_type"
-    given = rope.get(key, "default")
-    kind = ALSO.get(given, given) if isinstance(given, str) else given
-    if kind not in KINDS:
-        raise rope.fail(key, ", ".join(KINDS[:-1]) + " or " + KINDS[-1])
-    theta = rope.number(
-        "rope_theta", config.number("rope_theta", 10000.0, at_least=1.001), at_least=1.001
-    )
+    head_dim = config.head_dim if head_dim is None else head_dim
+    kind = _read_kind(rope)
+    theta = config.number("rope_theta", 10000.0, at_least=1.001)
+    theta = rope.number("rope_theta", theta, at_least=1.001)
     part = config.number("partial_rotary_factor", 1.0)
     part = rope.number("partial_rotary_factor", part)
     dim = head_dim if kind == "proportional" else int(head_dim * part)
@@ -63,28 +57,47 @@ def read_rope(
         return plain
     if kind == "proportional":
         return replace(plain, part=part, factor=rope.number("factor", 1.0))
-    if kind == "linear":
+    return _scaled(plain, config, rope, num_pairs=dim // 2)
+
+
+def _read_kind(rope: ConfigReader) -> str:
+    is_older = rope.get("type") is not None and "rope_type" not in rope.values
+    key = "type" if is_older else "rope_type"
+    given = rope.get(key, "default")
+    kind = ALSO.get(given, given) if isinstance(given, str) else given
+    if kind not in KINDS:
+        raise rope.fail(key, ", ".join(KINDS[:-1]) + " or " + KINDS[-1])
+    return str(kind)
+
+
+def _scaled(
+    plain: RopeSpec, config: ConfigReader, rope: ConfigReader, *, num_pairs: int
+) -> RopeSpec:
+    """Reads the parameters of an embedding that is made for longer sequences than it was trained
+    with. num_pairs: of dimensions that are rotated.
+    """
+    if plain.kind == "linear":
         return replace(plain, factor=rope.number("factor"))
-    if kind == "dynamic":
+    max_len = config.max_len
+    if plain.kind == "dynamic":
         factor = rope.number("factor", at_least=1.0)
         return replace(plain, factor=factor, original_max_len=max_len)
     original_max_len = rope.size("original_max_position_embeddings", max_len)
     # Beside the section it counts more than within, as in transformers.
     original_max_len = config.size("original_max_position_embeddings", original_max_len)
     plain = replace(plain, original_max_len=original_max_len)
-    if kind == "llama3":
+    if plain.kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if high < low:  # equal ones, as Llama 4 Scout has, leave nothing between
             raise rope.fail("high_freq_factor", f"at least low_freq_factor={low}")
-        return replace(
-            plain, factor=rope.number("factor"), low_freq_factor=low, high_freq_factor=high
-        )
-    if kind == "longrope":
+        factor = rope.number("factor")
+        return replace(plain, factor=factor, low_freq_factor=low, high_freq_factor=high)
+    if plain.kind == "longrope":
         return replace(
             plain,
             attention_factor=_longrope_attention_factor(rope, max_len, original_max_len),
-            short_factors=rope.numbers("short_factor", dim // 2),
-            long_factors=rope.numbers("long_factor", dim // 2),
+            short_factors=rope.numbers("short_factor", num_pairs),
+            long_factors=rope.numbers("long_factor", num_pairs),
         )
     factor = rope.number("factor", max_len / original_max_len)
     return replace(
