@@ -240,6 +240,17 @@ def refuse_statistics(at: Place) -> None:
         raise NotImplementedError("statistics: only the xla backend observes attention")
 
 
+def runs_on_xla(heads: Heads) -> str | None:
+    """Returns why no kernel does what attention has to do there, None if one may."""
+    if not heads.head_dim:
+        return "a model without attention"
+    if heads.has_index:
+        return "attention that chooses keys by an index runs on xla"
+    if heads.has_unlike:
+        return "layers of unlike numbers of query heads run on xla"
+    return None
+
+
 def refused_when_traced(backend: Backend, heads: Heads, needs: Needs) -> str | None:
     """Returns what `backend` raises as NotImplementedError while one layer of the smallest step
     with all rows is traced, None if that goes through: what kernels cannot do only they know.

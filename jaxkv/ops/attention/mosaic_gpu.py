@@ -26,6 +26,7 @@ from jaxkv.ops.attention.base import (
     refuse_latents,
     refuse_statistics,
     refused_when_traced,
+    runs_on_xla,
 )
 from jaxkv.ops.attention.index import AnyIndex
 from kernels_pallas.gpu import (
@@ -68,12 +69,8 @@ class MosaicGpu:
             return f"kv_cache_dtype: expected bfloat16, int8 or int4, got {codec.name}"
         if codec.dtype != "bfloat16" and has_numbers(codec):
             return f"kv_cache_dtype {codec.name}: expected a model in bfloat16, got {codec.dtype}"
-        if not heads.head_dim:
-            return "a model without attention"
-        if heads.has_index:
-            return "attention that chooses keys by an index runs on xla"
-        if heads.has_unlike:
-            return "layers of unlike numbers of query heads run on xla"
+        if (reason := runs_on_xla(heads)) is not None:
+            return reason
         if heads.latent_dim is not None:
             return "latent attention: expected values apart from keys; its kernel is not built"
         return refused_when_traced(self, heads, needs)

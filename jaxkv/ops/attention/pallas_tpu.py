@@ -26,6 +26,7 @@ from jaxkv.ops.attention.base import (
     refuse_index,
     refuse_statistics,
     refused_when_traced,
+    runs_on_xla,
 )
 from jaxkv.ops.attention.index import AnyIndex
 from kernels_pallas.tpu import (
@@ -62,12 +63,8 @@ class PallasTpu:
                 f"kv_cache_dtype {needs.codec.name}: expected a model in bfloat16, got "
                 f"{needs.codec.dtype}"
             )
-        if not heads.head_dim:
-            return "a model without attention"
-        if heads.has_index:
-            return "attention that chooses keys by an index runs on xla"
-        if heads.has_unlike:
-            return "layers of unlike numbers of query heads run on xla"
+        if (reason := runs_on_xla(heads)) is not None:
+            return reason
         if heads.latent_dim is not None:
             if heads.cap or heads.has_sinks:
                 return "latent attention: expected scores without a cap and without sinks"
