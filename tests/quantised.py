@@ -71,6 +71,13 @@ def int8_rows(rng: np.random.Generator, shape: tuple[int, int]) -> Stored:
     return {"weight": values, "weight_scale": scale}, values.astype(np.float32) * scale
 
 
+def fp8_rows(rng: np.random.Generator, shape: tuple[int, int]) -> Stored:
+    values = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
+    scale = rng.uniform(0.01, 0.1, (shape[0], 1)).astype(np.float32)
+    parts = {"weight": values, "weight_scale": scale, "input_scale_ub": np.float32([1200])}
+    return parts, values.astype(np.float32) * scale
+
+
 def packed(rng: np.random.Generator, shape: tuple[int, int]) -> Stored:
     values = rng.integers(0, 16, shape)
     scale = rng.uniform(0.01, 0.1, (shape[0], shape[1] // GROUP)).astype(np.float32)
@@ -166,6 +173,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [40, 24]}
 BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 CASES: dict[str, tuple[dict, Callable[..., Stored]]] = {
     "fp8": (FP8, fp8_blocks),
+    "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8_rows),
     "int8": (
         compressed("int-quantized", num_bits=8, strategy="channel", group_size=-1),
         int8_rows,

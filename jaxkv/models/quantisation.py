@@ -10,7 +10,10 @@ from typing import Any
 from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
 
-METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4")
+METHODS = (
+    *("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt"),
+    "mxfp4",
+)
 GROUP_OF_FP4 = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", *GROUP_OF_FP4)
 """Of compressed-tensors."""
@@ -121,7 +124,7 @@ def read_beside(given: ConfigReader) -> dict[str, Any] | None:
 
 def _read(given: ConfigReader) -> Quantisation:
     method = given.choice("quant_method", None, METHODS)
-    if method == "fp8":
+    if method in ("fp8", "fbgemm_fp8"):
         block = _block(given, "weight_block_size")
         return Quantisation(method=method, kind="scaled", block=block)
     if method == "mxfp4":

@@ -22,7 +22,7 @@ from jaxkv.weights.safetensors import Checkpoint, TensorEntry
 FLOAT32 = np.dtype(np.float32)
 
 OF_ACTIVATIONS = (
-    *("input_scale", "input_zero_point", "input_global_scale", "output_scale"),
+    *("input_scale", "input_scale_ub", "input_zero_point", "input_global_scale", "output_scale"),
     *("activation_scale", "q_scale", "k_scale", "v_scale", "kv_scale"),
 )
 NOT_WEIGHTS = tuple(f".{last}" for last in OF_ACTIVATIONS)
