@@ -722,6 +722,8 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("axk2", "topk_group", None, "a number, as n_group is one"),
         ("axk2", "n_group", None, "a number, as topk_group is one"),
         ("axk2", "gated_norm_rank", 0, "a whole number"),
+        ("deepseek_v2", "mlp_bias", True, "False"),  # of shared experts too
+        ("deepseek_v4", "mlp_bias", True, "False"),
     ],
 )
 def test_what_a_family_is_not_built_for_is_refused_by_name(variant, key, value, expected):

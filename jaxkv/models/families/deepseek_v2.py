@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import MLP, Layout
+from jaxkv.models.families.base import Layout
 from jaxkv.models.families.experts import first_dense, read_grouped
 from jaxkv.models.families.latent import read_latent
 from jaxkv.models.spec import ModelSpec
@@ -16,6 +16,7 @@ ALL, GROUPS = "greedy", "group_limited_greedy"
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    config.refuse("mlp_bias", False)
     # Weights are never normalised, whatever `norm_topk_prob` says: so in transformers.
     config = config.replaced(norm_topk_prob=False)
     if config.choice("topk_method", ALL, (ALL, GROUPS)) == ALL:
@@ -24,7 +25,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_latent(
         config,
         interleaved=True,
-        biased=MLP * config.flag("mlp_bias", False),
         experts=replace(experts, bias=None).leaves,
         is_dense=first_dense(config),
         router=replace(router, score="softmax", by_two=False),

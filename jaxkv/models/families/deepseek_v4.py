@@ -68,6 +68,7 @@ Form = tuple[str, str]
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.num_layers
+    config.refuse("mlp_bias", False)
     if config.size("num_key_value_heads", 1) != 1:
         raise config.fail("num_key_value_heads", "1: a row is the key of every head")
     rates, kinds = _rates(config), _kinds(config, num_layers)
