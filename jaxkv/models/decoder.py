@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models import altup, hyper, latent
@@ -53,7 +54,7 @@ def forward(
     runs_again = embedded_TD is not None
     if embedded_TD is None:
         embedded_TD = embed(weights, batch.token_T, spec=spec, axis=axis)
-    x_TD = scaled(embedded_TD, spec.scales.embed)
+    x_TD = scaled(embedded_TD, embed_scale(weights, spec))
     if "positions" in weights:
         position_T = jnp.asarray(batch.position_T)
         x_TD += values(weights["positions"].at[position_T].get(mode="clip")).astype(jnp.float32)
@@ -149,6 +150,14 @@ def embed(
     """
     x_TD = _embedded(weights["embed"], token_T, spec, axis)
     return linear(x_TD, Matrix(weights["embed_up"])) if "embed_up" in weights else x_TD
+
+
+def embed_scale(weights: Weights, spec: ModelSpec) -> float:
+    """Returns the factor on embeddings."""
+    factor = spec.scales.embed
+    if not spec.scales.embed_is_rounded:
+        return factor
+    return float(np.asarray(factor, jax.eval_shape(values, weights["embed"]).dtype))
 
 
 def _embedded(

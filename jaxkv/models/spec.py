@@ -196,13 +196,16 @@ class GateLimits:
 class Scales:
     """Holds factors on embeddings, on values, on an MLP's gate and on its output, on what joins the
     stream, and on logits, which `logit_cap` then bounds as `AttentionSpec.cap` bounds scores.
-    stream: where it goes on from behind norms. positions: what joins embeddings. gate_cutoffs: for
-    each kind of layers how many standard deviations above their mean a token's gates count from,
-    None for all; () if all layers have None. Source: Spark Transformer, arXiv 2506.06644, section
-    3. limits: of gates. hyper: of several streams.
+
+    embed_is_rounded: the factor is, to the dtype of the embeddings, as it was in training. stream:
+    where it goes on from behind norms. positions: what joins embeddings. gate_cutoffs: for each
+    kind of layers how many standard deviations above their mean a token's gates count from, None
+    for all; () if all layers have None. Source: Spark Transformer, arXiv 2506.06644, section 3.
+    limits: of gates. hyper: of several streams.
     """
 
     embed: float = 1.0
+    embed_is_rounded: bool = False
     values: float = 1.0
     gate: float = 1.0
     mlp: float = 1.0

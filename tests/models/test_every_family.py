@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import import_module
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -15,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import families
 from families import ALONE, LONG, VARIANTS, WRAPPED, hf_config, make_hf_model
 from jaxkv import SamplingParams
+from jaxkv.models.decoder import embed_scale
 from jaxkv.models.families import FAMILIES, ConfigReader, read_family
 from jaxkv.models.spec import AttentionSpec
 from jaxkv.ops.attention import xla
@@ -106,6 +109,26 @@ def test_values_are_clipped_behind_norms_of_all_of_them(torch, tmp_path):
     config.clip_qkv = 0.7
     model = make_hf_model(torch, config, tmp_path)
     assert_logits_equal(torch, model, tiny_llm(tmp_path))
+
+
+GEMMAS = ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "vaultgemma")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", GEMMAS)
+def test_the_factor_on_embeddings_is_rounded_as_in_transformers(torch, variant, dtype):
+    """The square root of 48 is 6.928, and 6.9375 in bfloat16."""
+    config = hf_config(variant)
+    spec, _ = read_family(ConfigReader(config.to_dict(), "config.json"))
+    module = import_module(type(config).__module__.replace("configuration", "modeling"))
+    kind = next(x for name, x in vars(module).items() if name.endswith("TextScaledWordEmbedding"))
+    given = (config.vocab_size, config.hidden_size, 0, config.hidden_size**0.5)
+    theirs = kind(*given).to(getattr(torch, dtype))
+    torch.nn.init.normal_(theirs.weight)
+    embed_VD = theirs.weight.float().numpy().astype(dtype)
+    got = jnp.float32(embed_VD) * embed_scale({"embed": jnp.asarray(embed_VD)}, spec)
+    want = theirs(torch.arange(config.vocab_size)).float().numpy()
+    np.testing.assert_array_equal(got.astype(dtype).astype(jnp.float32), want)
 
 
 class Limited:

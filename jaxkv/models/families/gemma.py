@@ -19,5 +19,5 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config,
         biased=biased,
         norm="rms_one",
-        scales=Scales(embed=config.size("hidden_size") ** 0.5),
+        scales=Scales(embed=config.size("hidden_size") ** 0.5, embed_is_rounded=True),
     )

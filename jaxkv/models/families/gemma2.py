@@ -29,6 +29,7 @@ def scales(config: ConfigReader) -> dict[str, Any]:
         "norm": "rms_one",
         "scales": Scales(
             embed=config.size("hidden_size") ** 0.5,
+            embed_is_rounded=True,
             logit_cap=config.cap("final_logit_softcapping"),
         ),
         "attention": AttentionSpec(

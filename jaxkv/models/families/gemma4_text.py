@@ -80,7 +80,9 @@ def _read_form(
         ropes=[_rope(config, kind)] * len(kinds),
         activation="hidden_activation",
         scales=Scales(
-            embed=config.size("hidden_size") ** 0.5, logit_cap=config.cap("final_logit_softcapping")
+            embed=config.size("hidden_size") ** 0.5,
+            embed_is_rounded=True,
+            logit_cap=config.cap("final_logit_softcapping"),
         ),
         unit_norms=("v_norm",),
         attention=AttentionSpec(scale=1.0),
