@@ -120,7 +120,10 @@ class Grammars:
         with self._lock:
             found = self._kept.get(source)
         if found is None:
-            found = self._made(source)
+            try:
+                found = self._made(source)
+            except TimeoutError as error:  # which says nothing of the next time
+                raise ValueError(f"structured_outputs: expected {error}") from error
         with self._lock:
             self._kept[source] = found
             self._kept.move_to_end(source)

@@ -34,7 +34,8 @@ class Trials:
 
     def check(self, source: str) -> None:
         """Returns once llguidance has made what it needs of a grammar in its own form. Raises:
-        ValueError where that is not within the limits.
+        ValueError where that is not within the limits of time on a processor and of memory,
+        TimeoutError where there was none to be had for so long.
         """
         is_made = False
         with self._lock:
@@ -69,16 +70,28 @@ class Trials:
         if process.stdin is None or process.stdout is None:
             raise ValueError("expected a process with pipes, got one without")
         # The process has a limit of its own; this one is for a machine that is too busy.
-        timer = threading.Timer(WALL_S, process.kill)
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            process.kill()
+
+        timer = threading.Timer(WALL_S, end)
         timer.start()
         try:
             process.stdin.write(json.dumps(source) + "\n")
             process.stdin.flush()
-            return process.stdout.readline() == "made\n"
+            is_made = process.stdout.readline() == "made\n"
         except BrokenPipeError:
-            return False
+            is_made = False
         finally:
             timer.cancel()
+        if is_late.is_set() and not is_made:
+            raise TimeoutError(
+                f"a grammar that this machine has time to try within {WALL_S:.0f} s, which it was "
+                f"too busy for: ask again"
+            )
+        return is_made
 
     def _running(self) -> subprocess.Popen[str]:
         """Returns the process; a fork has none."""

@@ -75,8 +75,10 @@ def test_a_process_that_was_interrupted_at_its_start_is_replaced(grammars, monke
 
 def test_a_process_is_ended_by_the_clock_where_it_gets_no_processor(grammars, monkeypatch):
     monkeypatch.setattr(trial, "WALL_S", 0.3)
-    with pytest.raises(ValueError, match="leave out patterns"):
+    before = dict(grammars._kept)
+    with pytest.raises(ValueError, match="too busy for: ask again"):
         grammars.compile(endless())
+    assert grammars._kept == before
 
 
 def test_each_grammar_is_tried_and_compiled_once_and_followed_apart(grammars, monkeypatch):
