@@ -21,6 +21,11 @@ from jaxkv.holding.tiers import Tiers
 from jaxkv.kv.state import PagedKV
 from jaxkv.programs.pages import read_pages, write_pages
 
+IN_FLIGHT_BYTES = 2**27
+"""Copies of pages on their way to host memory for which the device has to have room beside the
+pool, or one call's, should that be more. A long prefix that returns drives out as many pages.
+"""
+
 
 def make_tiers(
     kv: PagedKV, *, host_bytes: int, disk_bytes: int, directory: Directory | None
@@ -40,12 +45,6 @@ def make_tiers(
     if host is None and disk is None:
         return None
     return Tiers(host, disk)
-
-
-IN_FLIGHT_BYTES = 2**27
-"""Copies of pages on their way to host memory for which the device has to have room beside the
-pool, or one call's, should that be more. A long prefix that returns drives out as many pages.
-"""
 
 
 class HostMoves:

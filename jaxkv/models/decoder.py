@@ -153,7 +153,7 @@ def embed(
 
 
 def embed_scale(weights: Weights, spec: ModelSpec) -> float:
-    """Returns the factor on embeddings."""
+    """Returns the factor on embeddings, in their dtype where the model was trained so."""
     factor = spec.scales.embed
     if not spec.scales.embed_is_rounded:
         return factor

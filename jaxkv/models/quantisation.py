@@ -30,6 +30,7 @@ IN_CONFIG = ("quantization_config", "compression_config")
 """Where config.json says it; the second is what compressed-tensors called it at first."""
 
 NUMBER = re.compile(r"\.(\d+|\{\w+\})(?=\.)")
+"""The number of a layer or an expert in a tensor's name, or what stands for it in a family's."""
 
 BLOCK = (0, 0)
 

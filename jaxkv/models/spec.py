@@ -108,11 +108,10 @@ class AttentionSpec:
     is not 0. qk_norm: what a norm of queries and keys is over, each "head" alike, "heads" with
     weights of their own, or the "whole" of them; before the rotation, or `norm_after_rope` where
     there is one. clip: bounds queries, keys and values from both sides, where it is not 0, behind
-    a norm of the whole. kv_sources: for each layer
-    the one whose keys and values it attends to; () if each has its own. latent_sources: layers
-    whose latents those behind them that make none repeat in their rows (of those that rotate the
-    last one's, if they do too). latent_eps: of the norms
-    inside of latent attention. latent_factor: of latents, before they are stored. gate: the
+    a norm of the whole. kv_sources: for each layer the one whose keys and values it attends to; ()
+    if each has its own. latent_sources: layers whose latents those behind them that make none
+    repeat in their rows (of those that rotate the last one's, if they do too). latent_eps: of the
+    norms inside of latent attention. latent_factor: of latents, before they are stored. gate: the
     activation of gates of what attention gives, which are one for each head or each number.
     slopes: of each query head, by which scores fall with distance (`models.alibi`); () for none.
     by_depth: scores are divided by the number of their layer, 1 for the first. Source: Mistral by

@@ -39,8 +39,8 @@ COLUMNS, MULTIPLE = 32, 16
 """A group's columns are a multiple of the one, F of the other."""
 
 AT_ONCE = 8
-"""Rows of w that are multiplied with one token: each has a sum of its own, and an instruction that
-adds to four of them takes longer than it takes to read their numbers.
+"""Rows of w that are multiplied with one token, each with a sum of its own: a fifth faster than 4,
+and than 16 (docs/benchmarks/cpu.md).
 """
 
 HALF, PAIRS = "<16 x bfloat>", "<32 x bfloat>"

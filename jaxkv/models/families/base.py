@@ -3,9 +3,8 @@ and expected tensors.
 
 A family is one file here, named after its `model_type`; one whose block is known needs
 `read_decoder` with what sets it apart, and one that is another under a name of its own takes that
-one's `read`. It promises that the layout lists every tensor that the
-model computes with: the loader refuses a checkpoint with one missing and one with a tensor that
-nobody takes.
+one's `read`. It promises that the layout lists every tensor that the model computes with: the
+loader refuses a checkpoint with one missing and one with a tensor that nobody takes.
 """
 
 from __future__ import annotations
