@@ -256,8 +256,11 @@ class AsyncLLM(AsyncPoolingCalls):
         self._engine.check_step()
 
     async def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
-        """Returns what `LLM.get_metrics` does."""
-        return await self._engine.ask(partial(self._llm.get_metrics, prefix))
+        """Returns what `LLM.get_metrics` does, at once: a step that is stuck is what an operator
+        looks for.
+        """
+        self._engine.check()
+        return self._llm.get_metrics(prefix)
 
     async def wait_until_compiled(self) -> None:
         """Waits as `LLM.wait_until_compiled` does; requests run meanwhile."""

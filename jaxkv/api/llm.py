@@ -531,11 +531,12 @@ class LLM(PoolingCalls):
     def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
         """Counters, gauges and histograms under vLLM's names (and some of our own), behind
         `prefix`: "vllm:" makes them fit what is built for vLLM. `prometheus_text` writes them as
-        Prometheus reads them. Raises: ValueError for a prefix that is no text.
+        Prometheus reads them. Another thread may ask too, and waits for no step: then figures may
+        be from some lines of it apart. Raises: ValueError for a prefix that is no text.
         """
         IS_PREFIX("prefix", prefix)
-        with self._engine.lock:
-            metrics = self._front.metrics()
+        check_process()
+        metrics = self._front.metrics()
         return Metrics(replace(metric, name=prefix + metric.name) for metric in metrics)
 
     def describe(self) -> str:

@@ -463,18 +463,22 @@ class Engine:
     def metrics(self, *, num_coming: int = 0) -> list[Metric]:
         """Returns what there is to watch now, under vLLM's names without its prefix. num_coming:
         requests that wait to be added.
+
+        Takes no lock, as a step may be stuck: it only reads, and copies a dict that a step makes
+        longer before it goes through it.
         """
         scheduler, allocator, programs = self.scheduler, self.scheduler.allocator, self.programs
+        num_waiting = scheduler.num_waiting
         return [
             Gauge(
                 "num_requests_running",
                 "Requests under way.",
-                len(self._requests) - scheduler.num_waiting,
+                max(0, len(self._requests) - num_waiting),  # one may just be leaving both
             ),
             Gauge(
                 "num_requests_waiting",
                 "Requests that wait for a row.",
-                scheduler.num_waiting + num_coming,
+                num_waiting + num_coming,
             ),
             Gauge(
                 "kv_cache_usage_perc",

@@ -222,9 +222,8 @@ class Handover:
 
     def metrics(self) -> list[Metric]:
         """Returns those of the decode engine; a request that it does not have yet waits."""
-        with self.lock:
-            coming = [len(one.submission.samples) for one in self._coming.values()]
-            return self._decode.metrics(num_coming=sum(coming))
+        coming = [len(one.submission.samples) for one in list(self._coming.values())]
+        return self._decode.metrics(num_coming=sum(coming))
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows and requests of either engine do not add up."""

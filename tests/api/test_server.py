@@ -1106,8 +1106,9 @@ def test_a_step_that_does_not_end_is_told_of(server, llm, monkeypatch):
     gate, is_in, step = threading.Event(), threading.Event(), engine_of(llm).step
 
     def stuck() -> list:
-        is_in.set()
-        gate.wait(PATIENCE_S)
+        with engine_of(llm).lock:
+            is_in.set()
+            gate.wait(PATIENCE_S)
         return step()
 
     with ExitStack() as stack:
@@ -1117,6 +1118,7 @@ def test_a_step_that_does_not_end_is_told_of(server, llm, monkeypatch):
         asked = pool.submit(server.ask, "/v1/completions", LONG)
         assert is_in.wait(PATIENCE_S)
         assert server.ask("/health")[0] == 200
+        assert "jaxkv:num_requests_waiting 1" in server.ask("/metrics")[2].splitlines()
         patch.setattr(engine_thread, "STUCK_S", -1.0)  # every step is too long
         for path in ("/health", "/ping"):
             status, _, message = error_of(server.ask(path))
