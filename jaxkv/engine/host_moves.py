@@ -4,7 +4,6 @@ through here too.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,18 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.engine.pages import MOVED_AT_ONCE, chunks, page_nbytes
+from jaxkv.engine.pages import chunks, moved_at_once, page_nbytes
 from jaxkv.holding.directory import Directory
 from jaxkv.holding.disk import DiskPages
 from jaxkv.holding.host import HostPage, HostPages
 from jaxkv.holding.tiers import Tiers
 from jaxkv.kv.state import PagedKV
 from jaxkv.programs.pages import read_pages, write_pages
-
-IN_FLIGHT_BYTES = 2**27
-"""Copies of pages on their way to host memory for which the device has to have room beside the
-pool, or one call's, should that be more. A long prefix that returns drives out as many pages.
-"""
 
 
 def make_tiers(
@@ -52,20 +46,21 @@ class HostMoves:
 
     The device works in order, so nothing waits: what is copied out is on its way while the step
     runs, and is kept (`settle`) before anybody looks for it. Only where there is much of it
-    (IN_FLIGHT_BYTES) the first of it has to arrive before there is more.
+    (`pages.IN_FLIGHT_BYTES`) the first of it has to arrive before there is more, either way.
     """
 
     def __init__(self, tiers: Tiers, kv: PagedKV) -> None:
         self._tiers = tiers
         self._coming: list[tuple[list[bytes], bool, tuple[tuple[Any, ...], ...]]] = []
-        self._num_in_flight = 0
-        """Counts those of the calls' copies that may still be on the device."""
+        self._num_in_flight = self._num_loading = 0
+        """Count those of the calls whose copies may still be on the device, and whose pages may
+        still be on their way there.
+        """
+        self._at_once, self._most_in_flight = moved_at_once(kv)
         self._empty = [
-            [((store.num_layers, MOVED_AT_ONCE, *x.shape[1:]), x.dtype) for x in store.arrays]
+            [((store.num_layers, self._at_once, *x.shape[1:]), x.dtype) for x in store.arrays]
             for store in kv.stores
         ]
-        own = [math.prod(shape) * dtype.itemsize for one in self._empty for shape, dtype in one]
-        self._most_in_flight = max(1, IN_FLIGHT_BYTES // sum(own))
         self._has_compiled = False
 
     def out(self, kv: PagedKV, pages: Sequence[tuple[int, bytes]], *, is_leaving: bool) -> None:
@@ -73,7 +68,7 @@ class HostMoves:
         wants = self._tiers.wants
         new = [(page, key) for page, key in pages if wants(key, is_leaving=is_leaving)]
         keys = iter([key for _, key in new])
-        for page_C, n in chunks([page for page, _ in new]):
+        for page_C, n in chunks([page for page, _ in new], self._at_once):
             if self._num_in_flight == self._most_in_flight:
                 self._arrive()
             found = read_pages(replace(kv, rows=()), page_C)
@@ -110,7 +105,11 @@ class HostMoves:
             return kv
         start = time.perf_counter()
         kept = iter([page for _, page in loads])
-        for page_C, n in chunks([number for number, _ in loads]):
+        for page_C, n in chunks([number for number, _ in loads], self._at_once):
+            if self._num_loading == self._most_in_flight:
+                jax.block_until_ready(kv.pools)
+                self._num_loading = 0
+            self._num_loading += 1
             some = [next(kept) for _ in range(n)]
             for s, of_store in enumerate(self._empty):
                 arrays = tuple(np.zeros(*empty) for empty in of_store)

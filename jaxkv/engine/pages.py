@@ -13,7 +13,12 @@ from jaxkv.kv.state import PagedKV, Statistics, Store
 from jaxkv.programs.compiled import COPIED_AT_ONCE, DEMOTED_AT_ONCE, Programs
 
 MOVED_AT_ONCE = 16
-"""Pages that are read or written at once between the device and the host."""
+"""Most pages that are read or written at once between the device and the host."""
+
+IN_FLIGHT_BYTES = 2**27
+"""Pages on their way to the host, and as many to the device, for which that has to have room beside
+the pool, or one page, should that be more. A long prefix that returns drives out as many pages.
+"""
 
 
 def move_pages(programs: Programs, kv: PagedKV, *, copies: Pairs, demotions: Pairs) -> PagedKV:
@@ -38,13 +43,22 @@ def move_states(programs: Programs, kv: PagedKV, copies: Pairs) -> PagedKV:
     return kv
 
 
-def chunks(pages: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
-    """Yields page ids for `read_pages` and `write_pages`, MOVED_AT_ONCE at a time, the last ones
-    padded, and how many they are.
+def moved_at_once(kv: PagedKV) -> tuple[int, int]:
+    """Returns how many pages one call of `read_pages` or `write_pages` moves, and how many calls
+    may be in flight each way.
     """
-    for first in range(0, len(pages), MOVED_AT_ONCE):
-        some = pages[first : first + MOVED_AT_ONCE]
-        page_C = np.zeros(MOVED_AT_ONCE, np.int32)
+    most = IN_FLIGHT_BYTES // max(1, page_nbytes(kv)[0])
+    at_once = max(1, min(MOVED_AT_ONCE, most))
+    return at_once, max(1, most // at_once)
+
+
+def chunks(pages: Sequence[int], at_once: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Yields page ids for `read_pages` and `write_pages`, so many at a time, the last ones padded,
+    and how many they are.
+    """
+    for first in range(0, len(pages), at_once):
+        some = pages[first : first + at_once]
+        page_C = np.zeros(at_once, np.int32)
         page_C[: len(some)] = some
         yield page_C, len(some)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxkv.config import PAGE_SIZES
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.pages import MOVED_AT_ONCE, chunks
+from jaxkv.engine.pages import chunks, moved_at_once
 from jaxkv.engine.places import fitted_keys, places_of, stored_as, vectors
 from jaxkv.errors import CapacityError, SavedFileError
 from jaxkv.holding.hold import Hold, Part
@@ -107,6 +107,7 @@ def _found(engine: Engine, hold: Hold, tokens: array[int], num_tokens: int) -> b
 def _read(engine: Engine, hold: Hold, tokens: array[int], by_token: bool) -> dict[str, Any]:
     """Returns `layers` and what else `SavedPages` has of them."""
     places, size = places_of(engine), hold.page_size
+    at_once, _ = moved_at_once(engine.kv)
     layers: dict[int, tuple[np.ndarray, ...]] = {}
     firsts: dict[int, int] = {}
     layouts: dict[int, dict[str, Any]] = {}
@@ -115,7 +116,7 @@ def _read(engine: Engine, hold: Hold, tokens: array[int], by_token: bool) -> dic
         unseen = max(0, hold.num_stored - part.window + 1) if part.window else 0
         before = hold.listed_before(part, unseen // PAGE_SIZES[-1] * PAGE_SIZES[-1] // size, tokens)
         read: list[list[list[np.ndarray]]] = [[] for _ in engine.kv.stores]
-        for page_C, n in chunks([*before, *part.pages]):
+        for page_C, n in chunks([*before, *part.pages], at_once):
             found = read_pages(replace(engine.kv, rows=()), page_C)
             for into, arrays in zip(read, found, strict=True):
                 into.append([np.asarray(x)[:, :n] for x in arrays])
@@ -221,13 +222,19 @@ def _insert(engine: Engine, hold: Hold, saved: SavedPages, tokens: array[int]) -
         return False
     engine.move_pages_aside()
     places, size = places_of(engine), hold.page_size
+    at_once, most_in_flight = moved_at_once(engine.kv)
+    num_in_flight = 0
     for part in hold.parts:
         for s in range(len(engine.kv.stores)):
             own = places.layers_in(part.number, s)
             start = max(found, part.num_gone)
             pages = part.pages[(start - part.num_gone) // size :]
-            for page_C, n in chunks(pages) if own else ():
-                arrays = _arrays(engine, saved, own, s, range(start, start + n * size))
+            for page_C, n in chunks(pages, at_once) if own else ():
+                arrays = _arrays(engine, saved, own, s, range(start, start + n * size), at_once)
+                if num_in_flight == most_in_flight:
+                    jax.block_until_ready(engine.kv.pools)
+                    num_in_flight = 0
+                num_in_flight += 1
                 state = replace(engine.kv, rows=())
                 engine.kv = write_pages(state, page_C, arrays, np.int32(n), s=s)
                 start += n * size
@@ -250,10 +257,10 @@ def _insert_states(engine: Engine, page: int, saved: SavedPages) -> None:
 
 
 def _arrays(
-    engine: Engine, saved: SavedPages, own: dict[int, int], s: int, span: range
+    engine: Engine, saved: SavedPages, own: dict[int, int], s: int, span: range, at_once: int
 ) -> tuple[np.ndarray, ...]:
-    """Returns the arrays of some pages of store s, which have the tokens at these positions, in
-    every layer, [L, C, ...].
+    """Returns the arrays of up to `at_once` pages of store s, which have the tokens at these
+    positions, in every layer, [L, C, ...].
     """
     store, by_token = engine.kv.stores[s], saved.origin.form == BY_TOKEN
     unit = 1 if by_token else store.page_size
@@ -262,9 +269,9 @@ def _arrays(
         begin = (span.start - saved.firsts[layer]) // unit
         given.append([x[begin : begin + len(span) // unit] for x in saved.layers[layer]])
     if by_token:
-        given = _packed(store.layout, given)
+        given = _packed(store.layout, given, at_once)
     found = tuple(
-        np.zeros((store.num_layers, MOVED_AT_ONCE, *x.shape[1:]), x.dtype) for x in store.arrays
+        np.zeros((store.num_layers, at_once, *x.shape[1:]), x.dtype) for x in store.arrays
     )
     for index, pages in zip(own.values(), given, strict=True):
         for whole, some in zip(found, pages, strict=True):
@@ -272,14 +279,16 @@ def _arrays(
     return found
 
 
-def _packed(layout: PageLayout, given: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+def _packed(
+    layout: PageLayout, given: list[list[np.ndarray]], at_once: int
+) -> list[list[np.ndarray]]:
     """Returns the pages of keys and values by layer, with zeros behind them as larger heads have.
-    They are MOVED_AT_ONCE always: what packs them is compiled for each number once.
+    They are `at_once` always: what packs them is compiled for each number once.
     """
     wide = []
     for of_layers in zip(*given, strict=True):
         num_tokens, heads, head_dim = of_layers[0].shape
-        shape = (len(of_layers), MOVED_AT_ONCE * layout.page_size, heads, layout.head_dim)
+        shape = (len(of_layers), at_once * layout.page_size, heads, layout.head_dim)
         whole = np.zeros(shape, np.float32)
         for i, x_TKH in enumerate(of_layers):
             whole[i, :num_tokens, :, :head_dim] = x_TKH

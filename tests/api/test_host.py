@@ -11,8 +11,7 @@ import pytest
 from families import text_config
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
-from jaxkv.engine import host_moves
-from jaxkv.engine.pages import MOVED_AT_ONCE
+from jaxkv.engine import host_moves, pages
 from jaxkv.holding.costs import Pace
 from jaxkv.testing import engine_of
 from poison import poisoned
@@ -90,16 +89,32 @@ def test_what_is_on_its_way_to_host_memory_is_forgotten_too(make):
         assert (key in engine.scheduler.tiers.host) == (not is_forgotten)
 
 
-def test_only_so_many_copies_wait_on_the_device(make, monkeypatch):
-    monkeypatch.setattr(host_moves, "IN_FLIGHT_BYTES", 0, raising=False)
+@pytest.mark.parametrize("num_pages", [0.5, 2, 40])
+def test_only_so_many_pages_are_in_flight_either_way(make, monkeypatch, num_pages):
+    """Those of so many bytes, but one at least, and no more than that are moved at once."""
     engine = engine_of(make(kv_host_bytes=SOME))
-    pages = [(page, str(page).encode()) for page in range(3 * MOVED_AT_ONCE)]
-    engine._moves.out(engine.kv, pages, is_leaving=True)
-    found = [leaf for *_, own in engine._moves._coming for leaf in jax.tree.leaves(own)]
-    on_device = [leaf for leaf in found if isinstance(leaf, jax.Array)]
-    assert len(on_device) == len(found) / 3  # those of the last call
-    engine._moves.settle()
-    assert all(key in engine.scheduler.tiers.host for _, key in pages)
+    page_bytes = pages.page_nbytes(engine.kv)[0]
+    monkeypatch.setattr(pages, "IN_FLIGHT_BYTES", int(num_pages * page_bytes))
+    moves = engine._moves = host_moves.HostMoves(engine.scheduler.tiers, engine.kv)
+    given = [(page, str(page).encode()) for page in range(48)]
+    most = max(num_pages, 1) * page_bytes
+    moves.out(engine.kv, given, is_leaving=True)
+    found = [leaf for *_, own in moves._coming for leaf in jax.tree.leaves(own)]
+    assert 0 < sum(leaf.nbytes for leaf in found if isinstance(leaf, jax.Array)) <= most
+    moves.settle()
+    host, in_flight, write = engine.scheduler.tiers.host, [0], host_moves.write_pages
+
+    def written(kv, page_C, arrays, n, *, s):
+        in_flight[-1] += sum(array.nbytes for array in arrays)
+        return write(kv, page_C, arrays, n, s=s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_moves, "write_pages", written)
+        patch.setattr(jax, "block_until_ready", lambda _: in_flight.append(0))
+        for some in (given[:24], given[24:]):  # those of two steps
+            engine.kv = moves.back(engine.kv, [(page, host.get(key)) for page, key in some])
+    assert max(in_flight) <= most
+    assert sum(in_flight) >= 48 * page_bytes
 
 
 def test_steps_without_pages_to_load_cost_pages_nothing(make):
