@@ -36,6 +36,9 @@ WAIT_S = 0.02
 or to end comes in between.
 """
 
+HELD_BYTES = 2**30
+"""Bytes of prompts that are computed and wait in host memory, with which no more are begun."""
+
 THREAD = "jaxkv-prefill"
 
 
@@ -48,6 +51,8 @@ class _Coming:
     submission: Submission
     is_computed: bool = False
     saved: SavedPages | None = None
+    num_bytes: int = 0
+    """Counts those of `saved`."""
 
 
 class Handover:
@@ -258,10 +263,17 @@ class Handover:
         raised.
         """
         try:
-            is_full = len(self._ready) >= self.scheduler.config.max_num_seqs
-            self._prefill.go_on(wait_s, is_full=is_full)
+            self._prefill.begin(is_full=self._is_full)
+            self._prefill.wait(wait_s)
         finally:
             self._note()
+        self._prefill.begin(is_full=self._is_full)
+
+    @property
+    def _is_full(self) -> bool:
+        """Tells whether prompts that are computed take as much host memory as they may."""
+        held = [one.num_bytes for one in self._coming.values() if one.saved is not None]
+        return len(self._ready) >= self.scheduler.config.max_num_seqs or sum(held) >= HELD_BYTES
 
     def _note(self) -> None:
         """Notes what the prefill engine has computed, and ends requests that a step has ended."""
@@ -273,6 +285,7 @@ class Handover:
                 self._let_go(twin)
             elif coming is not None:
                 coming.saved, coming.is_computed = saved, True
+                coming.num_bytes = 0 if saved is None else saved.nbytes
             done.popleft()
 
     def _hand_over(self) -> None:
@@ -340,18 +353,16 @@ class _Prefill:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
         self._steps: Future[None] | None = None
 
-    def go_on(self, wait_s: float, *, is_full: bool = False) -> None:
-        """Takes steps, if there is anything to do and the thread is not at it, and waits so long
-        at most until a prompt is done. is_full: no more prompts are begun, as pages of those that
-        are done take host memory. Raises: what a step has raised.
-        """
-        self._start(is_full=is_full)
+    def wait(self, wait_s: float) -> None:
+        """Waits so long at most until a prompt is done. Raises: what a step has raised."""
         if self._steps is not None and wait([self._steps], wait_s).done:
             steps, self._steps = self._steps, None
             steps.result()
-            self._start(is_full=is_full)
 
-    def _start(self, *, is_full: bool) -> None:
+    def begin(self, *, is_full: bool) -> None:
+        """Has steps taken, if there is anything to do and the thread is not at it. is_full: no more
+        prompts are computed, as pages of those that are done take host memory.
+        """
         if self._is_ended or self._steps is not None:
             return
         if is_full:

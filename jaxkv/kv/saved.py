@@ -101,6 +101,11 @@ class SavedPages:
     layouts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     keys: Mapping[int, np.ndarray] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Counts the bytes of pages and states."""
+        return sum(x.nbytes for arrays in (*self.layers.values(), *self.states) for x in arrays)
+
     def save(self, path: Path) -> None:
         """Writes the file. Raises: FileExistsError if there is one, OSError if it cannot be,
         ValueError for `extra` that is no JSON.

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ import jaxkv
 from families import text_config
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
+from jaxkv.engine import pages, saving
 from jaxkv.errors import CapacityError, SavedFileError
 from jaxkv.kv.saved import SavedPages
 from jaxkv.testing import engine_of
@@ -89,6 +91,34 @@ def test_a_restored_session_goes_on_as_the_saved_one(
     llm.reset_prefix_cache()
     session.save(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "session").read_bytes()
+
+
+def test_only_so_many_restored_pages_are_on_their_way_to_the_device(
+    models, compile_once, tmp_path, monkeypatch
+):
+    llm = LLM(models("llama"), **SMALL, kv_cache_dtype="int8")
+    session = llm.session({"prompt_token_ids": IDS})
+    want = cached_of(llm, session)
+    session.save(tmp_path / "session")
+    llm.reset_prefix_cache()
+    most = 2 * pages.page_nbytes(engine_of(llm).kv)[0]
+    monkeypatch.setattr(pages, "IN_FLIGHT_BYTES", most)
+    in_flight, write, wait = [0], saving.write_pages, jax.block_until_ready
+
+    def written(kv, page_C, arrays, n, *, s):
+        in_flight[-1] += sum(array.nbytes for array in arrays)
+        return write(kv, page_C, arrays, n, s=s)
+
+    def waited(arrays):
+        in_flight.append(0)
+        return wait(arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write_pages", written)
+        patch.setattr(jax, "block_until_ready", waited)
+        restored = llm.restore(tmp_path / "session")
+    assert in_flight == [most] * 4
+    assert cached_of(llm, restored) == want
 
 
 def test_keys_that_depend_on_how_long_a_request_may_get_are_found_by_such_requests(

@@ -279,7 +279,8 @@ def test_what_is_computed_before_a_reset_is_not_handed_over_after_it(front, llms
     (submission,) = submitted(llms[2], prompts(6)[5:6], params()[:1])
     front.add(submission)
     while not front._prefill.done:
-        front._prefill.go_on(10.0)
+        front._prefill.begin(is_full=False)
+        front._prefill.wait(10.0)
     front.forget()
     run_out(front)
     assert submission.is_finished
@@ -302,14 +303,16 @@ def test_a_long_prompt_gets_a_row_although_short_ones_always_wait(front, llms):
     check(front, llms)
 
 
-def test_only_so_many_prompts_wait_in_host_memory(front, llms):
+@pytest.mark.parametrize(("most_bytes", "most"), [(2**30, 9), (1, 1)])
+def test_only_so_many_prompts_wait_in_host_memory(front, llms, monkeypatch, most_bytes, most):
+    monkeypatch.setattr(handover, "HELD_BYTES", most_bytes)
     given = [prompts(seed)[3] for seed in range(20, 40)]
     submissions = submitted(llms[2], given, params()[:1] * 20)
     for submission in submissions:
         front.add(submission)
     for _ in range(20):
         front._collect(wait_s=10.0)
-    assert len(front._ready) < 10
+    assert 0 < len(front._ready) <= most
     front.abort(submissions[-1])  # frees what it holds all the same
     while front._prefill.leaving:
         front._collect(wait_s=0.0)
