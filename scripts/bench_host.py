@@ -186,7 +186,7 @@ class Load:
         self.clock = Clock()
         self.config = engine_config(options)
         model = demo_model()
-        self.intake = Intake(model, self.config, cache_root=b"bench", share_prefixes=True)
+        self.intake = Intake(model, self.config, cache_root=lambda: b"bench", share_prefixes=True)
         self.engine = make_engine(self.config, model.spec, self.clock)
         for _ in range(options.rows):
             # If not together, as in the middle of a long run: requests of every age.

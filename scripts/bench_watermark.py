@@ -29,7 +29,7 @@ def run(options: argparse.Namespace, watermark: float) -> str:
     config = replace(whole, num_pages=int(whole.num_pages * options.pool))
     model, rng = demo_model(), np.random.default_rng(options.seed)
     engine = make_engine(config, model.spec, Clock())
-    intake = Intake(model, config, cache_root=b"bench", share_prefixes=False)
+    intake = Intake(model, config, cache_root=lambda: b"bench", share_prefixes=False)
     needed = 0
     for _ in range(options.requests):
         prompt_len, output_len = (

@@ -397,7 +397,6 @@ class LLM(PoolingCalls):
         """Has the engines compute with the weights of these models."""
         old = [engine.weights for engine in self._engines]
         secret = secrets.token_bytes(32)
-        self._intake.begin_anew(secret)
         self._front.replace_weights(*(model.weights for model in models), secret=secret)
         self._parts = [
             replace(part, model=model) for part, model in zip(self._parts, models, strict=True)
@@ -581,12 +580,13 @@ class LLM(PoolingCalls):
                 weights = self._model.draft.weights
                 depends_on.append(repr(origin_of(self._model.draft, weights, blueprint.draft, "")))
         root = root_key(secrets.token_bytes(32) if secret is None else secret, *depends_on)
+        engine = self._engine
         return Intake(
             self._model,
             blueprint.limits,
-            cache_root=root,
+            cache_root=lambda: engine.secret or root,
             share_prefixes=blueprint.options.enable_prefix_caching,
-            lock=self._engine.lock,
+            lock=engine.lock,
             adapters=AdapterFiles(blueprint),
         )
 

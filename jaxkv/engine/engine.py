@@ -114,8 +114,10 @@ class Engine:
         """The weights in host memory meanwhile, if they are kept."""
         self._kept_draft: Any = None
         """The draft model's weights in host memory meanwhile, which nobody else brings back."""
-        self._secret = b""
-        """Page keys are made with this since the weights were replaced."""
+        self.secret = b""
+        """Page keys are made with this since the weights were replaced: by `Intake`, which reads it
+        here, and so by all or none.
+        """
         self._is_changing = False
         """Bookkeeping may be half done: set before every change of it, taken back behind it."""
         self._is_under_way = False
@@ -242,7 +244,7 @@ class Engine:
     def _replace_weights(self, weights: Weights, secret: bytes) -> None:
         self.scheduler.start_over()
         self._forget()
-        self._secret = secret
+        self.secret = secret
         for request in self._requests:
             self._renew(request)
         self.weights = weights
@@ -255,8 +257,8 @@ class Engine:
         """Gives a request other page keys that was accepted before the weights were replaced: its
         own stand for those that are no more, in what is on a disk too.
         """
-        if self._secret not in (b"", request.hold.chain.secret):
-            request.hold.chain = request.hold.chain.renewed(self._secret)
+        if self.secret not in (b"", request.hold.chain.secret):
+            request.hold.chain = request.hold.chain.renewed(self.secret)
 
     @property
     def is_asleep(self) -> bool:

@@ -37,7 +37,7 @@ or to end comes in between.
 """
 
 HELD_BYTES = 2**30
-"""Bytes of prompts that are computed and wait in host memory, with which no more are begun."""
+"""Bytes of prompts that are computed and wait in host memory, with which no more are computed."""
 
 THREAD = "jaxkv-prefill"
 

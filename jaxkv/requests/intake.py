@@ -57,9 +57,9 @@ class Intake:
     """Checks prompts and parameters against one model and engine, and numbers the submissions that
     pass.
 
-    `cache_root` stands for all of the engine that a cached page depends on. Without
-    `share_prefixes` only the samples of one prompt share pages. `lock` is the engine's: a tokenizer
-    is for one thread at a time.
+    `cache_root` returns what stands now for all of the engine that a cached page depends on, and
+    does not change under the lock. Without `share_prefixes` only the samples of one prompt share
+    pages. `lock` is the engine's: a tokenizer is for one thread at a time.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Intake:
         model: Model,
         config: EngineConfig,
         *,
-        cache_root: bytes,
+        cache_root: Callable[[], bytes],
         share_prefixes: bool,
         lock: RLock | None = None,
         adapters: AdapterFiles | None = None,
@@ -247,10 +247,6 @@ class Intake:
         other._own_lock = RLock()
         return other
 
-    def begin_anew(self, cache_root: bytes) -> None:
-        """Takes another root, so that no page that is there already is found again."""
-        self._cache_root = cache_root
-
     def render(
         self,
         conversations: Sequence[Any],
@@ -370,7 +366,7 @@ class Intake:
         """Returns what the page keys of a submission begin with."""
         shared = "shared" if self._share_prefixes else str(number)
         own = () if adapter is None else (adapter.digest.hex(),)
-        return root_key(self._cache_root, shared, salt, str(context), *own)
+        return root_key(self._cache_root(), shared, salt, str(context), *own)
 
     def _search(
         self, prompt: Prompt, params: BeamSearchParams, number: int, adapter: Adapter | None = None
@@ -469,7 +465,7 @@ class Intake:
                     logprobs=None if params.logprobs is None else [],
                     prompt_logprobs=_unscored(params) if not sample else None,
                 ),
-                hold=Hold(PageChain(root, secret=self._cache_root), len(tokens), retention),
+                hold=Hold(PageChain(root, secret=self._cache_root()), len(tokens), retention),
                 priority=priority,
             )
             for sample in range(num_samples)

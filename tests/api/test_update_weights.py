@@ -85,6 +85,29 @@ def test_other_weights_give_their_tokens_at_once_and_compile_nothing(llm, want, 
     assert not any(array.is_deleted() for array in arrays.values())
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_sessions_find_their_pages_after_an_update_that_was_cut_off(
+    llm, want, old, new, monkeypatch, is_replaced
+):
+    llm.update_weights(new)
+    front = front_of(llm)
+    replace_weights = front.replace_weights
+
+    def interrupt(*args: object, **keywords: object) -> None:
+        if is_replaced:
+            replace_weights(*args, **keywords)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(front, "replace_weights", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.update_weights(old)
+    session = llm.session({"prompt_token_ids": PROMPTS[2]})
+    assert len(session.pages) == len(PROMPTS[2]) // 8
+    llm.update_weights(old)
+    assert tokens(llm) == want[0]
+
+
 def deleted() -> jax.Array:
     array = jnp.ones(48)
     array.delete()

@@ -344,13 +344,11 @@ def test_an_interrupt_between_new_weights_of_two_engines_mixes_none(front, llms,
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    intake_of(llms[2]).begin_anew(b"1" * 32)
     with monkeypatch.context() as patch:
         patch.setattr(decode, "replace_weights", interrupt)
         with pytest.raises(KeyboardInterrupt):
             front.replace_weights(*new, secret=b"1" * 32)
     assert finish(front, submitted(llms[2], *given)) == wanted
-    intake_of(llms[2]).begin_anew(b"2" * 32)
     front.replace_weights(*old, secret=b"2" * 32)
     submissions = submitted(llms[2], *given)
     assert finish(front, submissions) == wanted

@@ -78,7 +78,7 @@ def intake_with(
         decode_steps=8,
         seed=seed,
     )
-    return Intake(model, config, cache_root=b"root", share_prefixes=share_prefixes)
+    return Intake(model, config, cache_root=lambda: b"root", share_prefixes=share_prefixes)
 
 
 def submitted(intake: Intake, prompt: object, params: SamplingParams = PARAMS) -> Submission:
