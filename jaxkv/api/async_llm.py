@@ -17,6 +17,7 @@ from collections.abc import (
 )
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -26,7 +27,7 @@ from jaxkv.api.async_pooling import AsyncPoolingCalls
 from jaxkv.api.engine_thread import EngineThread, Stream
 from jaxkv.api.llm import LLM, Conversation
 from jaxkv.api.rendering import rendered, tokens_of
-from jaxkv.api.session import AsyncSession, chat_options
+from jaxkv.api.session import AsyncSession, Home, chat_options
 from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.vllm_arguments import ABSENT_FROM_ASYNC, absence
 from jaxkv.config import RequestOutputKind, SamplingParams, one_or_several
@@ -160,8 +161,8 @@ class AsyncLLM(AsyncPoolingCalls):
             await asyncio.to_thread(grammars.compile, asked)
 
     async def _apart_from_engine(self, function: Callable[..., T], *args: Any) -> T:
-        """Calls a function of `rendering` while steps go on, calls one after the other. Raises:
-        EngineDeadError, and what the function raises.
+        """Calls a function with what makes tokens of prompts while steps go on, calls one after the
+        other. Raises: EngineDeadError, and what the function raises.
         """
         self._engine.check()
         loop = asyncio.get_running_loop()
@@ -206,8 +207,8 @@ class AsyncLLM(AsyncPoolingCalls):
         """Does what `LLM.session` does."""
         chat = chat_options(tools, chat_template, chat_template_kwargs)
         held = await self._read_adapters(lora_request)
-        home = self._llm._home(self, chat, lora_request)
-        session = await self._engine.ask(partial(AsyncSession.begin, home, prompt))
+        home = await self._home(chat, lora_request)
+        session = await self._apart_from_engine(lambda _: AsyncSession.begin(home, prompt))
         await session.computed()
         held.clear()
         return session
@@ -223,12 +224,17 @@ class AsyncLLM(AsyncPoolingCalls):
         device, not while the file is read.
         """
         held = await self._read_adapters(lora_request)
-        home, where = self._llm._home(self, None, lora_request), Path(path).absolute()
+        home, where = await self._home(None, lora_request), Path(path).absolute()
         saved = await asyncio.to_thread(SavedPages.load, where)
         restored = partial(AsyncSession.restored, home, where, saved, convert=convert)
         session = await self._engine.ask(restored)
         held.clear()
         return session
+
+    async def _home(self, chat: Mapping[str, Any] | None, lora_request: LoRARequest | None) -> Home:
+        """Does what `LLM._home` does, with what makes tokens of prompts while steps go on."""
+        intake = await self._apart_from_engine(lambda intake: intake)
+        return replace(self._llm._home(self, chat, lora_request), intake=intake)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends a request, or several, and returns when all that it held is free; an unknown id is

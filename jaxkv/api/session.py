@@ -451,16 +451,17 @@ class Session(BaseSession):
 class AsyncSession(BaseSession):
     """Is a `Session` over an `AsyncLLM`: made by `AsyncLLM.session`; what computes is awaited.
 
-    What is not runs in the caller's thread: `text` and `pages`, and so what shows a session, wait
-    for the end of a step that is under way, and `rewind(tokens=)` reads an adapter whose files have
-    changed. Where an event loop must not wait so long, they are for `asyncio.to_thread`.
+    What is not runs in the caller's thread: `pages`, and so what shows a session, waits for the end
+    of a step that is under way, `text` for a prompt that is made tokens of, and `rewind(tokens=)`
+    reads an adapter whose files have changed. Where an event loop must not wait so long, they are
+    for `asyncio.to_thread`.
     """
 
     __slots__ = ()
 
     async def extend(self, piece: Piece) -> Self:
         """Does what `Session.extend` does."""
-        longer = await self._ask(lambda: self._longer(piece))
+        longer = await self._tokenized(lambda: self._longer(piece))
         return await longer.computed()
 
     async def computed(self) -> Self:
@@ -471,11 +472,11 @@ class AsyncSession(BaseSession):
     async def generate(self, params: SamplingParams | None = None) -> tuple[Self, CompletionOutput]:
         """Does what `Session.generate` does."""
         output = await self._last(self.prompt, self._generation(params))
-        return await self._ask(lambda: self.after(output)), output.outputs[0]
+        return await self._tokenized(lambda: self.after(output)), output.outputs[0]
 
     async def logprobs(self, continuations: Sequence[Piece]) -> list[list[float]]:
         """Does what `Session.logprobs` does."""
-        prompts, params = await self._ask(lambda: self._scoring(continuations))
+        prompts, params = await self._tokenized(lambda: self._scoring(continuations))
         outputs = await asyncio.gather(*(self._last(one, params) for one in prompts))
         return [self._scores(one) for one in outputs]
 
@@ -502,8 +503,13 @@ class AsyncSession(BaseSession):
         return last
 
     async def _ask(self, function: Callable[[], T]) -> T:
-        """Returns what the function returns in the engine's thread, which has the tokenizer."""
+        """Returns what the function returns in the engine's thread."""
         result: T = await self._home.llm._engine.ask(function)
+        return result
+
+    async def _tokenized(self, function: Callable[[], T]) -> T:
+        """Returns what the function returns in the tokenizer's thread, while steps go on."""
+        result: T = await self._home.llm._apart_from_engine(lambda _: function())
         return result
 
 

@@ -237,7 +237,7 @@ class Intake:
 
     def apart(self) -> Intake:
         """Returns one for another thread, with a tokenizer and a lock of its own. It is for tokens
-        of prompts (`render`, `parse`, `tokens_of`), which this one makes submissions of.
+        of prompts, and what sessions know of them; this one makes submissions.
         """
         other, tokenizer = copy(self), deepcopy(self._model.tokenizer)
         # Weights that are replaced or put to sleep must not stay here.
@@ -353,14 +353,15 @@ class Intake:
         """Returns (text, token ids, cache_salt) of a prompt that leaves room for so many tokens.
         Raises: ValueError as `accept` does.
         """
-        with self._lock:
-            text, ids, salt = parse(prompt)
-            ids = self._encode(text or "") if ids is None else ids
-            # Before anything is done for each: it may be a million.
-            self._check_length(len(ids), room)
-            tokens = [i.item() if isinstance(i, np.integer) else i for i in ids]
-            self._check_ids("prompt", tokens)
-            return text, tokens, salt
+        text, ids, salt = parse(prompt)
+        if ids is None:
+            with self._lock:
+                ids = self._encode(text or "")
+        # Before anything is done for each: it may be a million.
+        self._check_length(len(ids), room)
+        tokens = [i.item() if isinstance(i, np.integer) else i for i in ids]
+        self._check_ids("prompt", tokens)
+        return text, tokens, salt
 
     def _root(self, number: int, salt: str, context: int, adapter: Adapter | None = None) -> bytes:
         """Returns what the page keys of a submission begin with."""

@@ -813,25 +813,29 @@ def test_a_prompt_that_takes_long_to_tokenize_does_not_stop_the_others(llm, sync
             assert may_end.wait(60)
         return encode(tokenizer, text, *args, **options)
 
-    async def main() -> list[RequestOutput]:
+    async def main() -> tuple[list[RequestOutput], list[Any]]:
+        session = await llm.session("Once")
         running = llm.generate(PROMPTS[0], LONG)
         await anext(running)
         with monkeypatch.context() as patch:
             patch.setattr(kind, "encode", stuck)
+            others = (llm.tokens_of(slow), llm.session(slow), session.extend(slow))
+            counted = [asyncio.create_task(one) for one in (*others, session.logprobs([slow]))]
             late = [asyncio.create_task(last(llm.generate(one, GREEDY))) for one in (slow, "x")]
-            counted = asyncio.create_task(llm.tokens_of(slow))
             found = await asyncio.wait_for(last(running), 30)
             may_end.set()
-            return [found, *await asyncio.gather(*late), await counted]
+            return [found, *await asyncio.gather(*late)], await asyncio.gather(*counted)
 
     try:
-        *outputs, tokens = run(main())
+        outputs, (tokens, begun, longer, scores) = run(main())
     finally:
         may_end.set()
     wanted = ((PROMPTS[0], LONG), (slow, GREEDY), ("x", GREEDY))
     for output, (prompt, params) in zip(outputs, wanted, strict=True):
         assert_same(output, alone(sync, prompt, params))
-    assert tokens == outputs[1].prompt_token_ids
+    assert tokens == list(begun.tokens) == outputs[1].prompt_token_ids
+    assert longer.text == "Once" + slow
+    assert len(scores[0]) == len(tokens) - 1  # without the one that begins a prompt
 
 
 def test_who_asks_without_end_does_not_stop_the_others(llm, sync):
