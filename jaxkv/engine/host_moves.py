@@ -64,9 +64,15 @@ class HostMoves:
         self._has_compiled = False
 
     def out(self, kv: PagedKV, pages: Sequence[tuple[int, bytes]], *, is_leaving: bool) -> None:
-        """Begins to copy out those of these (page, key) that a tier wants."""
-        wants = self._tiers.wants
-        new = [(page, key) for page, key in pages if wants(key, is_leaving=is_leaving)]
+        """Begins to copy out those of these (page, key) that a tier wants. Others that leave are
+        left out for good.
+        """
+        new = []
+        for page, key in pages:
+            if self._tiers.wants(key, is_leaving=is_leaving):
+                new.append((page, key))
+            elif is_leaving:
+                self._tiers.left(key)
         keys = iter([key for _, key in new])
         for page_C, n in chunks([page for page, _ in new], self._at_once):
             if self._num_in_flight == self._most_in_flight:

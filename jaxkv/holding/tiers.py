@@ -41,12 +41,14 @@ class Tiers:
         """Pages that are read for those that wait; None where there are none."""
 
     def wants(self, key: bytes, *, is_leaving: bool) -> bool:
-        """Tells whether `put` would keep the page, which leaves for good where it would not."""
+        """Tells whether `put` would keep the page."""
         by_host = is_leaving and self.host is not None and key not in self.host
-        by_disk = self.disk is not None and self.disk.wants(key)
-        if is_leaving and not (by_host or by_disk) and self.disk is not None:
+        return by_host or (self.disk is not None and self.disk.wants(key))
+
+    def left(self, key: bytes) -> None:
+        """Notes that a page has left the device which nothing here wants."""
+        if self.disk is not None:
             self.disk.left(key)
-        return by_host or by_disk
 
     def put(self, key: bytes, page: HostPage, *, is_leaving: bool) -> None:
         """Keeps a page, which has left the device if it is leaving."""
@@ -54,8 +56,8 @@ class Tiers:
             self.host.put(key, page)
         if self.disk is not None and self.disk.wants(key):
             self.disk.put(key, page)
-        elif self.disk is not None and is_leaving:
-            self.disk.left(key)
+        elif is_leaving:
+            self.left(key)
 
     def settle(self) -> None:
         """Takes note of what was written meanwhile."""

@@ -10,7 +10,7 @@ from families import text_config
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
 from jaxkv.errors import DirectoryInUseError
-from jaxkv.holding import tiers
+from jaxkv.holding import disk, tiers
 from jaxkv.holding.costs import Costs
 from jaxkv.programs.compiled import Programs
 from jaxkv.testing import engine_of
@@ -57,6 +57,16 @@ def ask(llm: LLM, *prompts: list[int], salt: str = "") -> list[tuple[list[int], 
     asked = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
     outputs = llm.generate(asked, GREEDY, use_tqdm=False)
     return [(output.outputs[0].token_ids, output.num_cached_tokens) for output in outputs]
+
+
+def test_pages_that_leave_and_nobody_wants_are_counted_once(make, on_disk, monkeypatch):
+    monkeypatch.setattr(disk, "WAITING_BYTES", 0)
+    llm = make(**on_disk)
+    engine = engine_of(llm)
+    engine._moves.out(engine.kv, [(0, b"listed")], is_leaving=False)
+    assert values(llm)["kv_disk_left_out"] == 0
+    engine._moves.out(engine.kv, [(0, b"leaving")], is_leaving=True)
+    assert values(llm)["kv_disk_left_out"] == 1
 
 
 @pytest.mark.parametrize(

@@ -199,8 +199,10 @@ def test_what_a_slow_disk_has_no_time_for_is_left_out(pages, monkeypatch):
     tiers.put(key_of(3), page, is_leaving=True)  # as host memory wants it
     assert key_of(3) in tiers.host
     assert key_of(3) not in pages
-    assert not tiers.wants(key_of(3), is_leaving=True)
-    assert not Tiers(None, pages).wants(key_of(1), is_leaving=True)  # it is there
+    assert pages.num_left_out == 1
+    assert not tiers.wants(key_of(3), is_leaving=True)  # and only tells
+    tiers.left(key_of(3))
+    tiers.left(key_of(1))  # it is there
     assert pages.num_left_out == 2  # once each time that it has left
     pages._writer.submit(int).result()
     pages.settle()
