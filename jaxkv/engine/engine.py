@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import count
@@ -125,8 +124,11 @@ class Engine:
         self._aborted: list[Request] = []
         self._pin_numbers = count()
         self._pins: dict[int, Sequence[bytes]] = {}
-        self._pin_changes: deque[tuple[int, Sequence[bytes] | None]] = deque()
-        """Pins to be made, and (None) to be ended, before the next change."""
+        self._owned_pins: set[int] = set()
+        self._new_pins: dict[int, Sequence[bytes]] = {}
+        """Pins whose owners are there, and those of them to be made before the next change; then
+        the others are ended.
+        """
         self.watchers: list[Callable[[Scheduler], None]] = []
         """Are shown the scheduler when a step has been launched."""
         self._touched: list[Flight | StepPlan | LoopPlan] = []
@@ -206,19 +208,21 @@ class Engine:
         than others, from the next change on and while anybody has the owner. Waits for nobody.
         """
         number = next(self._pin_numbers)
-        # Before the keys: an interrupt between both would leave a pin that nobody ends.
-        weakref.finalize(owner, self._pin_changes.append, (number, None)).atexit = False
-        self._pin_changes.append((number, keys))
+        # Before the keys: an interrupt between both would leave a pin that nobody ends. Both take
+        # back at once, as the next change may never come, and are C, where no interrupt comes.
+        weakref.finalize(owner, self._owned_pins.discard, number).atexit = False
+        weakref.finalize(owner, self._new_pins.pop, number, None).atexit = False
+        self._owned_pins.add(number)
+        self._new_pins[number] = keys
 
     def _change_pins(self) -> None:
-        while self._pin_changes:
-            number, keys = self._pin_changes[0]
-            if keys is None and number in self._pins:
+        for number in list(self._new_pins):
+            # In one line, as an interrupt may come behind it. An owner that has just gone has none.
+            keys = self._pins[number] = self._new_pins.pop(number, ())
+            self.scheduler.allocators.pin(keys)
+        if len(self._pins) != len(self._owned_pins):
+            for number in [one for one in self._pins if one not in self._owned_pins]:
                 self.scheduler.allocators.unpin(self._pins.pop(number))
-            elif keys is not None and number not in self._pins:
-                self._pins[number] = keys
-                self.scheduler.allocators.pin(keys)
-            self._pin_changes.popleft()
 
     def forget(self) -> None:
         """Makes nothing that is computed so far be found again in the prefix cache."""

@@ -110,6 +110,9 @@ def test_a_claim_keeps_pages_from_those_that_nobody_claims(make):
     assert engine.scheduler.allocator.pins
     (before,) = llm.generate(fork.prompt, GREEDY, use_tqdm=False)
     assert before.num_cached_tokens == 32
+    for length in range(9):  # nothing runs, and nothing is left of those that go
+        fork.rewind(tokens=length)
+    assert (len(engine._new_pins), len(engine._owned_pins)) == (0, 1)
     prompt = fork.prompt
     del fork
     gc.collect()
