@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from jaxkv.api.pooling import PoolingCall
 from jaxkv.errors import EngineDeadError
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.adapters import one_adapter
+from jaxkv.requests.intake import Intake
 from jaxkv.requests.pooling import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -40,6 +42,9 @@ class AsyncPoolingCalls:
 
     _llm: LLM
     _engine: EngineThread
+
+    async def _apart_from_engine(self, function: Callable[..., T], *args: Any) -> T:
+        raise NotImplementedError
 
     @property
     def pools(self) -> bool:
@@ -104,15 +109,14 @@ class AsyncPoolingCalls:
         return [one for one in found if one is not None]
 
     async def _pool(self, make_call: Callable[[], PoolingCall[T]], lora_request: Loras) -> list[T]:
-        """Has the call made by the engine's thread, which has the tokenizer, and waits for all of
-        its prompts.
-        """
+        """Makes the call, and waits for all of its prompts."""
         streams: list[Stream] = []
         add = self._engine.add_pooling
         held = await self._read_adapters(lora_request)
+        call = await self._apart_from_engine(_rendered, make_call)
         try:
-            call, submissions = await self._engine.ask(
-                partial(add, streams, asyncio.get_running_loop(), make_call, lora_request)
+            submissions = await self._engine.ask(
+                partial(add, streams, asyncio.get_running_loop(), call, lora_request)
             )
             held.clear()
             for stream in streams:
@@ -125,3 +129,9 @@ class AsyncPoolingCalls:
             raise EngineDeadError("the engine was shut down")
         # Not in the event loop's thread: thousands of vectors take long.
         return await asyncio.to_thread(call.results, submissions)
+
+
+def _rendered(intake: Intake, make_call: Callable[[], PoolingCall[T]]) -> PoolingCall[T]:
+    """Returns the call, of prompts that are tokens. Raises: ValueError."""
+    call = make_call()
+    return replace(call, prompts=intake.render_pooled(call.prompts, call.params))

@@ -281,19 +281,18 @@ class EngineThread:
         self,
         streams: list[Stream],
         loop: asyncio.AbstractEventLoop,
-        make_call: Callable[[], PoolingCall[T]],
+        call: PoolingCall[T],
         lora_request: Any = None,
-    ) -> tuple[PoolingCall[T], list[Submission]]:
+    ) -> list[Submission]:
         """Adds the prompts of a call, and a stream for each of them to `streams`. Raises:
         ValueError if one is refused, and then adds none.
         """
         self._check_not_stopping()
-        call = make_call()
         submissions = self._llm._accept_pooling(call, lora_request)
         for submission in submissions:
             streams.append(Stream(uuid.uuid4().hex))
             self._begin(streams[-1], loop, submission)
-        return call, submissions
+        return submissions
 
     def _check_not_stopping(self) -> None:
         if self._is_stopping:

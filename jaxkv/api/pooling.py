@@ -31,7 +31,7 @@ from jaxkv.requests.pooling import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from jaxkv.requests.prompts import Prompt, listed
+from jaxkv.requests.prompts import Pair, Prompt, listed
 from jaxkv.requests.request import Request, Submission
 
 T = TypeVar("T")
@@ -236,7 +236,7 @@ class PoolingCalls:
         if not pooling.labels:
             return self._cosine_call(pooling, first, second, own)
         pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
-        prompts = [self._intake.pair(*pair, own.truncate_prompt_tokens) for pair in pairs]
+        prompts = [Pair(*pair) for pair in pairs]
         each = [own] * len(prompts)
 
         def make(pooled: list[Pooled]) -> list[ScoringRequestOutput]:

@@ -10,7 +10,7 @@ from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,10 +31,12 @@ from jaxkv.requests.grammar import Grammar, Grammars
 from jaxkv.requests.masks import Word, encode_words
 from jaxkv.requests.outputs import Logprob
 from jaxkv.requests.pooling import PoolingParams
-from jaxkv.requests.prompts import Prompt, parse
+from jaxkv.requests.prompts import Pair, Prompt, parse
 from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream, longest_token
 from jaxkv.weights.adapters import Adapter
+
+T = TypeVar("T")
 
 MAX_CONTEXT = "This model's maximum context length is"
 """OpenAI's words, by which clients know that they should cut the prompt."""
@@ -124,16 +126,7 @@ class Intake:
         """Reads the adapters of prompts before anybody's turn is taken for them. Raises: ValueError
         naming every bad index.
         """
-        found: list[Adapter | None] = []
-        problems = []
-        for index, request in enumerate(requests):
-            try:
-                found.append(self.adapter_of(request))
-            except ValueError as error:
-                problems.append(f"prompt {index}: {error}")
-        if problems:
-            raise ValueError("\n".join(problems))
-        return found
+        return _of_each_prompt([partial(self.adapter_of, request) for request in requests])
 
     def accept_searches(
         self,
@@ -152,7 +145,7 @@ class Intake:
 
     def accept_pooling(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | Pair],
         params: Sequence[PoolingParams],
         lora_requests: Sequence[LoRARequest | None] | None = None,
     ) -> list[Submission]:
@@ -165,14 +158,41 @@ class Intake:
         return self._make(makers, lora_requests)
 
     def _pooling(
-        self, prompt: Prompt, params: PoolingParams, number: int, adapter: Adapter | None = None
+        self,
+        prompt: Prompt | Pair,
+        params: PoolingParams,
+        number: int,
+        adapter: Adapter | None = None,
     ) -> Submission:
-        most = params.truncate_prompt_tokens
-        if most is not None:
-            prompt = self._truncated(prompt, min(most % 2**31, self._config.max_model_len))
+        prompt = self._pooled(prompt, params)
         submission = self._submission(prompt, PREFILL, 0, {}, number, adapter)
         submission.samples[0].output.reads_all = self._config.pooled != "last"
         return submission
+
+    def render_pooled(
+        self, prompts: Sequence[Prompt | Pair], params: Sequence[PoolingParams]
+    ) -> list[dict[str, Any]]:
+        """Renders token prompts of what `accept_pooling` takes, for it. Raises: ValueError as that
+        does.
+        """
+
+        def render(prompt: Prompt | Pair, own: PoolingParams) -> dict[str, Any]:
+            text, ids, salt = self.parse(self._pooled(prompt, own))
+            return {"prompt": text, "prompt_token_ids": ids, "cache_salt": salt}
+
+        with self._lock:
+            asked = zip(prompts, params, strict=True)
+            return _of_each_prompt([partial(render, *one) for one in asked])
+
+    def _pooled(self, prompt: Prompt | Pair, params: PoolingParams) -> Prompt:
+        """Returns a prompt with as many tokens as are taken (-1: as the model takes), two texts as
+        one.
+        """
+        most = params.truncate_prompt_tokens
+        most = None if most is None else min(most % 2**31, self._config.max_model_len)
+        if isinstance(prompt, Pair):
+            return {"prompt_token_ids": self._pair(*prompt, most)}
+        return prompt if most is None else self._truncated(prompt, most)
 
     def _truncated(self, prompt: Prompt, most: int) -> dict[str, Any]:
         """Returns the prompt with at most so many tokens."""
@@ -193,18 +213,15 @@ class Intake:
         is_left = getattr(self._model.tokenizer, "truncation_side", "right") == "left"
         return text[-int(longest) :] if is_left else text[: int(longest)]
 
-    def pair(self, first: str, second: str, most: int | None) -> dict[str, Any]:
-        """Returns two texts as one prompt, as the tokenizer joins them, of at most so many tokens
-        (-1: what the model takes), cut as the tokenizer cuts. Raises: ValueError without a
-        tokenizer, and for an empty text.
+    def _pair(self, first: str, second: str, most: int | None) -> list[int]:
+        """Returns the tokens of two texts as one prompt, as the tokenizer joins them, at most so
+        many, cut as the tokenizer cuts. Raises: ValueError without a tokenizer, and for an empty
+        text.
         """
-        with self._lock:
-            if most is None:
-                return {"prompt_token_ids": self._encode(first, second)}
-            most = min(most % 2**31, self._config.max_model_len)
-            first, second = self._cut(first, most), self._cut(second, most)
-            ids = self._encode(first, second, truncation=True, max_length=most)
-            return {"prompt_token_ids": ids[:most]}
+        if most is None:
+            return self._encode(first, second)
+        first, second = self._cut(first, most), self._cut(second, most)
+        return self._encode(first, second, truncation=True, max_length=most)[:most]
 
     def _check_generates(self) -> None:
         if self._config.pooled:
@@ -221,19 +238,11 @@ class Intake:
         check_process()
         loras = [None] * len(makers) if lora_requests is None else lora_requests
         adapters = self._read(loras)
-        made: list[Submission] = []
-        problems = []
         with self._lock:
-            for index, (make, lora) in enumerate(zip(makers, loras, strict=True)):
-                try:
-                    one = make(self._num_submitted + index, adapters[index])
-                    made.append(one if lora is None else replace(one, lora_request=lora))
-                except ValueError as error:
-                    problems.append(f"prompt {index}: {error}")
-            if problems:
-                raise ValueError("\n".join(problems))
+            each = enumerate(zip(makers, adapters, strict=True), self._num_submitted)
+            made = _of_each_prompt([partial(make, number, own) for number, (make, own) in each])
             self._num_submitted += len(made)
-        return made
+        return [replace(one, lora_request=lora) for one, lora in zip(made, loras, strict=True)]
 
     def apart(self) -> Intake:
         """Returns one for another thread, with a tokenizer and a lock of its own. It is for tokens
@@ -727,6 +736,20 @@ class Intake:
             include_stop=params.include_stop_str_in_output,
             prompt=prompt,
         )
+
+
+def _of_each_prompt(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Returns what the calls for each prompt return. Raises: ValueError naming every bad index."""
+    made: list[T] = []
+    problems = []
+    for index, call in enumerate(calls):
+        try:
+            made.append(call())
+        except ValueError as error:
+            problems.append(f"prompt {index}: {error}")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return made
 
 
 def _check_unicode(text: str) -> None:

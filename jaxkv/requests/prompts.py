@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict, TypeGuard
+from typing import Any, NamedTuple, NotRequired, TypedDict, TypeGuard
 
 import numpy as np
 
@@ -27,6 +27,14 @@ class TokensPrompt(TypedDict):
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, a `TextPrompt` or a `TokensPrompt`."""
+
+
+class Pair(NamedTuple):
+    """Holds two texts that are scored together, as one prompt."""
+
+    first: str
+    second: str
+
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _OF_VLLM = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "token_type_ids")

@@ -441,11 +441,19 @@ def test_tasks_of_an_event_loop_get_what_llm_returns(tmp_path, monkeypatch):
         makers.add(threading.current_thread())
         return results(*given)
 
+    kind, readers = type(llm.get_tokenizer()), set[str]()
+    encode = kind.encode
+
+    def read(*given, **options):
+        readers.add(threading.current_thread().name)
+        return encode(*given, **options)
+
     async def main() -> None:
         async with AsyncLLM(directory, **options) as served:
             engine_of(served).programs.executables = engine_of(llm).programs.executables
             assert served.pools
             monkeypatch.setattr(PoolingCall, "results", noted)
+            monkeypatch.setattr(kind, "encode", read)
             vectors, rewards, labels, scores, short = await asyncio.gather(
                 served.embed(PROMPTS),
                 served.reward(PROMPTS),
@@ -454,6 +462,7 @@ def test_tasks_of_an_event_loop_get_what_llm_returns(tmp_path, monkeypatch):
                 served.embed(PROMPTS[3], pooling_params=PoolingParams(dimensions=5), **cut),
             )
             assert threading.current_thread() not in makers  # which it would hold up
+            assert readers == {"jaxkv-tokenizer_0"}  # not the engine's
             for got, want in (
                 (vectors, llm.embed(PROMPTS, use_tqdm=False)),
                 (labels, llm.classify(TEXTS, use_tqdm=False)),
