@@ -8,14 +8,17 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from kernels_pallas.cpu import attention, chunk, matmul, matmul512, packed
+from kernels_pallas.cpu import attention, chunk, int4, matmul, matmul512, packed
 from kernels_pallas.cpu.function import DECLARED, Function
 from kernels_pallas.cpu.tasks import release
 
 WRITTEN: dict[str, tuple[Mapping[Any, str], Callable[[], list[Function]]]] = {
     "matmul": (matmul.HANDLERS, matmul.functions),
     "matmul512": (matmul512.HANDLERS, matmul512.functions),
-    "packed": (packed.HANDLERS, partial(packed.functions, 8)),
+    "packed": (
+        {**packed.HANDLERS, "int4": int4.HANDLER},
+        lambda: [*packed.functions(8), *int4.functions()],
+    ),
     "packed512": (packed.HANDLERS512, partial(packed.functions, 16)),
     "attention": (attention.HANDLERS[8], partial(attention.functions, 8)),
     "attention512": (attention.HANDLERS[16], partial(attention.functions, 16)),
@@ -43,4 +46,4 @@ def llvm_ir(name: str) -> str:
     return "\n".join([*declared, "", *(one.text() for one in written)])
 
 
-__all__ = ["attention", "handlers", "llvm_ir", "matmul", "matmul512", "packed"]
+__all__ = ["attention", "handlers", "int4", "llvm_ir", "matmul", "matmul512", "packed"]

@@ -17,6 +17,7 @@ SIXTEEN = "<16 x float>"
 
 DECLARED = (
     f"declare {FLOATS} @llvm.fma.v8f32({FLOATS}, {FLOATS}, {FLOATS})",
+    f"declare {FOUR} @llvm.fma.v4f32({FOUR}, {FOUR}, {FOUR})",
     f"declare {FLOATS} @llvm.rint.v8f32({FLOATS})",
     f"declare {SIXTEEN} @llvm.fma.v16f32({SIXTEEN}, {SIXTEEN}, {SIXTEEN})",
     f"declare {SIXTEEN} @llvm.rint.v16f32({SIXTEEN})",

@@ -90,17 +90,20 @@ def _tile(dtype: str) -> Function:
     return tile(f"define internal void @tile_{dtype}({TILE}) noinline", add)
 
 
-def tile(header: str, add: Callable[[Function, str, str, str, str], None]) -> Function:
-    """Writes a function for LANES outputs of some tokens. add: writes what adds the products of
-    columns to y [T, LANES], of which it is given the first one, how many, and room for a panel.
+def tile(
+    header: str, add: Callable[[Function, str, str, str, str], None], most: object = DEPTH
+) -> Function:
+    """Writes a function for LANES outputs of some tokens. add: writes what adds the products of at
+    `most` so many columns to y [T, LANES], of which it is given the first one, how many, and room
+    for a panel.
     """
     f = Function(header)
     panel = f.variable(f"[{LANES * DEPTH} x float]", align=64)
     y = f.variable(f"[{TASK_TOKENS * LANES} x float]", align=64)
     with f.each(0, f.mul("%T", 4 * LANES), 32) as place:
         f.store(f"{FLOATS} zeroinitializer", y, place, align=32)
-    with f.each(0, "%D", DEPTH) as start:
-        add(f, start, f.least(f.sub("%D", start), DEPTH), panel, y)
+    with f.each(0, "%D", most) as start:
+        add(f, start, f.least(f.sub("%D", start), most), panel, y)
     # In one go: rows of y are far apart.
     with f.each(0, "%T", 1) as t:
         row = f.load(FLOATS, y, f.mul(t, 4 * LANES), align=32)
@@ -138,6 +141,10 @@ class Part:
         if self.dtype == "float32":
             return f.load(FLOATS, row, f.mul(column, 4), align=4)
         return of_bfloat16(f, row, f.mul(column, 2))
+
+    def added(self, f: Function, before: str, found: str, row: str, output: str) -> str:
+        """Adds a row's totals for OUTPUTS outputs to what is there."""
+        return f.let(f"fadd {FOUR} {before}, {found}")
 
 
 def _fill(f: Function, panel: str, part: Part) -> None:
@@ -184,7 +191,31 @@ def _multiply(f: Function, part: Part, rows: Sequence[str], output: str, y: str)
     found = totals(f, [[f.load(FLOATS, place, align=32) for place in of_row] for of_row in sums])
     for row, four in zip(rows, found, strict=True):
         place = f.mul(f.add(f.mul(row, LANES), output), 4)
-        added = f.let(f"fadd {FOUR} {f.load(FOUR, y, place, align=16)}, {four}")
+        added = part.added(f, f.load(FOUR, y, place, align=16), four, row, output)
+        f.store(f"{FOUR} {added}", y, place, align=16)
+
+
+class OneToken:
+    """Holds the sums of the one token's products with OUTPUTS rows of w."""
+
+    def __init__(self, f: Function) -> None:
+        self.f = f
+        self.sums = [f.variable(FLOATS, align=32) for _ in range(OUTPUTS)]
+        for place in self.sums:
+            f.do(f"store {FLOATS} zeroinitializer, ptr {place}, align 32")
+
+    def add(self, output: int, x: Sequence[str], w: Sequence[str]) -> None:
+        """Adds products of vectors of x with those of a row of w."""
+        f, place = self.f, self.sums[output]
+        for number, weights in zip(x, w, strict=True):
+            added = f.fma(weights, number, f.load(FLOATS, place, align=32))
+            f.store(f"{FLOATS} {added}", place, align=32)
+
+    def finish(self, part: Part, output: str, y: str) -> None:
+        """Adds the totals to y, for outputs from this one on."""
+        f, place = self.f, self.f.mul(output, 4)
+        (found,) = totals(f, [[f.load(FLOATS, one, align=32) for one in self.sums]])
+        added = part.added(f, f.load(FOUR, y, place, align=16), found, "0", output)
         f.store(f"{FOUR} {added}", y, place, align=16)
 
 

@@ -155,8 +155,20 @@ def _tile(form: Form) -> Function:
     """Writes the function for a few outputs of some tokens with AVX2."""
 
     def add(f: Function, start: str, depth: str, panel: str, y: str) -> None:
-        _fill(form, f, "%first", matmul.LANES, start, depth, panel, matmul.DEPTH)
-        matmul.multiply_all(f, matmul.Part("float32", start, depth, panel), y)
+        part = matmul.Part("float32", start, depth, panel)
+        is_one = f.let("icmp eq i64 %T, 1")
+        with f.where(is_one), f.each(0, matmul.LANES, matmul.OUTPUTS) as output:
+            product, x = matmul.OneToken(f), f.at("%x", f.mul(start, 4))
+            row = f.add("%first", output)
+            with _pieces(form, f, row, matmul.OUTPUTS, start, depth) as (column, rows):
+                place = f.at(x, f.mul(column, 4))
+                numbers = [f.load(FLOATS, place, 4 * j, align=4) for j in range(0, COLUMNS, 8)]
+                for i, read in enumerate(rows):
+                    product.add(i, numbers, read())
+            product.finish(part, output, y)
+        with f.where(f.let(f"xor i1 {is_one}, true")):
+            _fill(form, f, "%first", matmul.LANES, start, depth, panel, matmul.DEPTH)
+            matmul.multiply_all(f, part, y)
 
     return matmul.tile(_header(form), add)
 

@@ -28,7 +28,8 @@ UNSIGNED, UNSIGNED_HALVES = 0x7FFFFFFF, 0x7FFF7FFF
 class Operands:
     """Says what a handler multiplies: how many bytes a number of x and how many bits one of w has;
     the 32 bits that a zero in x has, and those of them that count, as two zeros of floating point
-    differ by sign. more: operands behind the index, by name. in_groups: w has groups of columns.
+    differ by sign. more: operands behind the index, by name; beside: results behind y. in_groups: w
+    has groups of columns.
     """
 
     x_bytes: int
@@ -36,34 +37,49 @@ class Operands:
     zero: int = 0
     counted: int = -1
     more: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     in_groups: bool = False
 
 
 def kernel(
-    name: str, operands: Operands, multiply: Callable[[Function, Mapping[str, str]], None]
+    name: str,
+    operands: Operands,
+    multiply: Callable[[Function, Mapping[str, str]], None],
+    prepare: Callable[[Function, Mapping[str, str]], None] | None = None,
 ) -> Kernel:
     """Returns the handler of this name. multiply: writes what multiplies outputs of tokens: x and
     y are addresses of the first ones, `num_tokens` and `num_outputs` says how many, and
-    `first_output` which outputs of w. C is the columns of a group.
+    `first_output` which outputs of w. C is the columns of a group. prepare: writes what is done
+    once before.
     """
-    numbers, addresses = ("blocks", "T", "used", "D", "F", "C"), ("x", "w", "y", *operands.more)
+    numbers, addresses = (
+        ("blocks", "T", "used", "D", "F", "C"),
+        ("x", "w", "y", *operands.more, *operands.beside),
+    )
     return Kernel(
         name=name,
         num_operands=3 + len(operands.more),
+        num_results=1 + len(operands.beside),
         shared=dict.fromkeys(numbers, "i64") | dict.fromkeys(addresses, "ptr"),
-        begin=partial(_begin, operands),
+        begin=partial(_begin, operands, prepare),
         do=partial(_do, operands, multiply),
     )
 
 
-def _begin(operands: Operands, f: Function, given: Sequence[Buffer]) -> Mapping[str, str]:
-    of = dict(zip(("x", "w", "index", *operands.more, "y"), given, strict=True))
+def _begin(
+    operands: Operands,
+    prepare: Callable[[Function, Mapping[str, str]], None] | None,
+    f: Function,
+    given: Sequence[Buffer],
+) -> Mapping[str, str]:
+    names = ("x", "w", "index", *operands.more, "y", *operands.beside)
+    of = dict(zip(names, given, strict=True))
     x, w = of["x"], of["w"]
     T, D, F = x.dim(0), x.dim(1), w.dim(1 + operands.in_groups)
     number = f.most(f.least(of["index"].integer(), f.add(w.dim(0), -1)), 0)
     num_blocks = f.divided(T, TASK_TOKENS)
     x_data = x.data
-    return {
+    known = {
         "tasks": f.mul(num_blocks, f.divided(F, TASK_OUTPUTS)),
         "blocks": num_blocks,
         "T": T,
@@ -77,7 +93,11 @@ def _begin(operands: Operands, f: Function, given: Sequence[Buffer]) -> Mapping[
         ),
         "y": of["y"].data,
         **{name: _data(f, of[name]) for name in operands.more},
+        **{name: of[name].data for name in operands.beside},
     }
+    if prepare is not None:
+        prepare(f, known)
+    return known
 
 
 def _data(f: Function, buffer: Buffer) -> str:

@@ -50,11 +50,12 @@ class Buffer:
 class Kernel:
     """Says what a handler does. lanes: as `Function` has them. shared: what its tasks need, by
     name: "ptr" or "i64". begin: gives their values, and the number of tasks under "tasks", from the
-    operands and, as the last one, the result. do: writes a task, which has a number.
+    operands and, as the last ones, the results. do: writes a task, which has a number.
     """
 
     name: str
     num_operands: int
+    num_results: int = 1
     lanes: int = 8
     shared: Mapping[str, str]
     begin: Callable[[Function, Sequence[Buffer]], Mapping[str, str]]
@@ -107,7 +108,8 @@ class Kernel:
             f.label(f.name("asked"))
         arguments, results = f.load("ptr", "%call", ARGUMENTS), f.load("ptr", "%call", RESULTS)
         given = [f.load("ptr", arguments, 8 * i) for i in range(self.num_operands)]
-        values = self.begin(f, [Buffer(f, x) for x in (*given, f.load("ptr", results))])
+        given += [f.load("ptr", results, 8 * i) for i in range(self.num_results)]
+        values = self.begin(f, [Buffer(f, x) for x in given])
         tasks = values["tasks"]
         helpers = f.most(f.least(f.add(_num_threads(f), -1), f.add(tasks, -1)), 0)
         f.do(f"%shared = call ptr @malloc(i64 {8 * len([*COUNTERS, *self.shared])})")

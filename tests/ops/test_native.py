@@ -27,8 +27,8 @@ from jaxkv.ops.layers import linear
 from jaxkv.ops.matrices import Matrix, Packed
 from jaxkv.testing import engine_of
 from jaxkv.weights.packing import in_pairs
+from kernels_pallas.cpu import int4, matmul512
 from kernels_pallas.cpu import matmul as matmul256
-from kernels_pallas.cpu import matmul512
 from ragged import (
     LAYER,
     NUM_LAYERS,
@@ -228,12 +228,21 @@ PACKED = [
     *[(130, 33, 80, 96, kind, {}) for kind in KINDS],
     (7, 1, 48, 2080, "pairs", {}),
     (7, 1, 48, 2080, "int8", {}),
+    (7, 2, 48, 1024, "pairs", {"zeros": True}),
+    (1, 3, 48, 64, "int4", {"zeros": True}),
     (2, 3, 32, 32, "pairs", {"zeros": True}),
     (2, 3, 32, 32, "int8", {"zeros": True}),
     (2, 3, 32, 32, "pairs", {"table": True, "factor": True}),
     (2, 3, 32, 32, "float8_e4m3fn", {"zeros": True}),
     (2, 1, 32, 64, "pairs", {"table": True}),
 ]
+
+
+def has_integers_of_4_bits(packed):
+    """Tells whether no number of w is made, and so none is rounded."""
+    columns = packed.leaf.shape[-1] * (2 if packed.leaf.dtype == jnp.uint8 else 1)
+    is_4 = packed.leaf.dtype in (jnp.uint8, jnp.int4) and packed.tables is None
+    return is_4 and int4.part_of(columns) is not None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -245,10 +254,17 @@ def test_packed_weights_are_multiplied_as_the_numbers_they_stand_for(
     packed, w_FD, after = packed_of(kind, groups, rows, columns, dtype, **more)
     assert packed.is_native
 
-    y = jax.jit(lambda x: linear(x, packed))(x)
+    product = jax.jit(lambda x: linear(x, packed))
+    y = product(x)
 
-    plain = jax.jit(native.matmul)(x, jnp.asarray(w_FD, jnp.float32).astype(dtype)[None], 0)
-    np.testing.assert_array_equal(y, np.asarray(plain) * after)
+    if kernel is matmul256 and has_integers_of_4_bits(packed):
+        exact_x, exact_w = np.asarray(x, np.float64), w_FD * after[:, None]
+        error = np.abs(y - exact_x @ exact_w.T) / (np.abs(exact_x) @ np.abs(exact_w.T))
+        assert error.max() < 1e-6  # float32 sums of up to 2,048 products
+    else:
+        plain = jax.jit(native.matmul)(x, jnp.asarray(w_FD, jnp.float32).astype(dtype)[None], 0)
+        np.testing.assert_array_equal(y, np.asarray(plain) * after)
+    np.testing.assert_array_equal(y[-1:], product(x[-1:]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

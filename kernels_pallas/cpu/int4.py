@@ -1,0 +1,184 @@
+"""Multiplies with a matrix of 4-bit integers where it lies, on processors with AVX2: y = x @
+w[index].T.
+
+Values [N, G, F, C] are two in a byte, the first in the lower half, in G groups of C columns that
+have scales and zero points. A number of w, (value - zero) * scale, is never made: of a part of a
+group, which has `part_of` so many columns c,
+
+    y += scale * sum_c x_c * (value_c + 8) - scale * (8 + zero) * sum_c x_c
+
+For the first sum, a half of a byte is left where it is among 32 bits, and becomes a float32 which
+is multiplied: three instructions for 8 values. There it counts 2^place times as much (`PLACES`).
+
+x [T, D] is arranged: of 64 columns 0, 8, ... 56 come first, whose values are in the same place,
+then 1, 9, ...; and divided by 2^place. scales and offsets, -scale * (8 + zero), are [G, F]. They
+and y [T, F] are float32, and so are the sums of x [T, D / part], a result beside y.
+
+A sum is in the same order whatever T is: 8 partial sums over a part, added up in pairs, and such
+totals one after the other. With one token, w is read where it lies; with more, 8 outputs of a part
+are first written to a panel in the first-level cache (`matmul`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from kernels_pallas.cpu import matmul
+from kernels_pallas.cpu.function import EIGHT, FLOATS, FOUR, Function
+from kernels_pallas.cpu.products import UNSIGNED, Operands, kernel
+
+HANDLER = "jaxkv_int4"
+
+BLOCK = 64
+"""Columns of a register."""
+
+PLACES = (0, 4, 8, 12, 16, 20, 24, 24)
+"""Halves of bytes begin at these of 32 bits; the last one is moved there, away from the sign."""
+
+MORE = ("scales", "offsets")
+ADDRESSES = ("x", "w", "y", "sums", *MORE)
+SIZES = ("first_output", "num_tokens", "D", "F", "C", "part")
+
+
+def functions() -> list[Function]:
+    """Writes the handler, and what it calls."""
+    operands = Operands(
+        x_bytes=4, w_bits=4, counted=UNSIGNED, more=MORE, beside=("sums",), in_groups=True
+    )
+    return [_tile(), *kernel(HANDLER, operands, _call, _add_up).functions()]
+
+
+def part_of(columns: int) -> int | None:
+    """Returns how many columns of a group are added up at once; None where groups of so many are
+    not multiplied here.
+    """
+    part = min(columns, matmul.DEPTH)
+    return part if columns % BLOCK == 0 and columns % part == 0 else None
+
+
+def _call(f: Function, part: Mapping[str, str]) -> None:
+    columns = f.least(part["C"], matmul.DEPTH)
+    with f.each(0, part["num_outputs"], matmul.LANES) as output:
+        own = {
+            **part,
+            "y": f.at(part["y"], f.mul(output, 4)),
+            "first_output": f.add(part["first_output"], output),
+            "part": columns,
+        }
+        addresses = ", ".join(f"ptr {own[name]}" for name in ADDRESSES)
+        sizes = ", ".join(f"i64 {own[name]}" for name in SIZES)
+        f.do(f"call void @tile_int4({addresses}, {sizes})")
+
+
+def _add_up(f: Function, known: Mapping[str, str]) -> None:
+    """Writes the sums of the parts of each token."""
+    D, part = known["D"], f.least(known["C"], matmul.DEPTH)
+    parts, added = f.let(f"sdiv i64 {D}, {part}"), f.variable(FLOATS)
+    with f.each(0, f.mul(known["used"], parts), 1) as number:
+        f.store(f"{FLOATS} zeroinitializer", added)
+        x = f.at(known["x"], f.mul(f.mul(number, part), 4))
+        with f.each(0, part, BLOCK) as column:
+            place = f.at(x, f.mul(column, 4))
+            for k, bits in enumerate(PLACES):
+                numbers, before = f.load(FLOATS, place, 32 * k, align=4), f.load(FLOATS, added)
+                f.store(f"{FLOATS} {f.fma(numbers, f.constant(2.0**bits), before)}", added)
+        total = f.across(partial(f.floats, "fadd"), f.load(FLOATS, added))
+        total = f.let(f"extractelement {FLOATS} {total}, i64 0")
+        f.store(f"float {total}", known["sums"], f.mul(number, 4), align=4)
+
+
+def _tile() -> Function:
+    """Writes the function for LANES outputs of some tokens."""
+    addresses = ", ".join(f"ptr %{name}" for name in ADDRESSES)
+    sizes = ", ".join(f"i64 %{name}" for name in ("first", "T", "D", "F", "C", "part"))
+
+    def add(f: Function, start: str, depth: str, panel: str, y: str) -> None:
+        group = f.let(f"sdiv i64 {start}, %C")
+        row = f.add(f.mul(group, "%F"), "%first")
+        column = f.sub(start, f.mul(group, "%C"))
+        w = f.at("%w", _bytes(f, f.add(f.mul(row, "%C"), column)))
+        scales, offsets = (f.at(f"%{name}", f.mul(row, 4)) for name in MORE)
+        number = f.let(f"sdiv i64 {start}, %part")
+        part = _Part("float32", start, depth, panel, number, scales, offsets)
+        is_one = f.let("icmp eq i64 %T, 1")
+        with f.where(is_one), f.each(0, matmul.LANES, matmul.OUTPUTS) as output:
+            _multiply_one(f, part, w, output, y)
+        with f.where(f.let(f"xor i1 {is_one}, true")):
+            _fill(f, w, depth, panel)
+            matmul.multiply_all(f, part, y)
+
+    header = f"define internal void @tile_int4({addresses}, {sizes}) noinline"
+    return matmul.tile(header, add, "%part")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part(matmul.Part):
+    """Says also which part of a row it is, and where its scales and offsets are."""
+
+    number: str
+    scales: str
+    offsets: str
+
+    def added(self, f: Function, before: str, found: str, row: str, output: str) -> str:
+        place = f.mul(output, 4)
+        scales, offsets = (f.load(FOUR, x, place, align=4) for x in (self.scales, self.offsets))
+        parts = f.let("sdiv i64 %D, %part")
+        of_x = f.load("float", "%sums", f.mul(f.add(f.mul(row, parts), self.number), 4), align=4)
+        one = f.let(f"insertelement {FOUR} poison, float {of_x}, i64 0")
+        four = f.shuffle(FOUR, one, one, [0] * 4)
+        for a, b in ((scales, found), (offsets, four)):
+            before = f.let(f"call {FOUR} @llvm.fma.v4f32({FOUR} {a}, {FOUR} {b}, {FOUR} {before})")
+        return before
+
+
+def _multiply_one(f: Function, part: _Part, w: str, output: str, y: str) -> None:
+    """Adds the products of the one token with OUTPUTS rows of w to y."""
+    width = _bytes(f, "%C")
+    rows = [f.at(w, f.mul(f.add(output, i), width)) for i in range(matmul.OUTPUTS)]
+    later = f.mul(width, matmul.LANES)
+    x, product = f.at("%x", f.mul(part.start, 4)), matmul.OneToken(f)
+    with f.each(0, part.depth, BLOCK) as column:
+        place, offset = f.at(x, f.mul(column, 4)), _bytes(f, column)
+        numbers = [f.load(FLOATS, place, 32 * k, align=4) for k in range(len(PLACES))]
+        for i, row in enumerate(rows):
+            address = f.at(row, offset)
+            f.fetch(f.at(address, later))
+            product.add(i, numbers, _read(f, address))
+    product.finish(part, output, y)
+
+
+def _fill(f: Function, w: str, depth: str, panel: str) -> None:
+    """Writes what is multiplied of LANES rows of w to the panel."""
+    width = _bytes(f, "%C")
+    later = f.mul(width, matmul.LANES)
+    with f.each(0, matmul.LANES, 1) as row:
+        of_row, to = f.at(w, f.mul(row, width)), f.at(panel, f.mul(row, 4 * matmul.DEPTH))
+        with f.each(0, depth, BLOCK) as column:
+            address = f.at(of_row, _bytes(f, column))
+            f.fetch(f.at(address, later))
+            place = f.at(to, f.mul(column, 4))
+            for k, numbers in enumerate(_read(f, address)):
+                f.store(f"{FLOATS} {numbers}", place, 32 * k, align=32)
+
+
+def _bytes(f: Function, columns: str) -> str:
+    """Returns how many bytes the values of so many columns take."""
+    return f.let(f"ashr exact i64 {columns}, 1")
+
+
+def _read(f: Function, address: str) -> list[str]:
+    """Reads BLOCK values where they are in 32 bits, 8 more each, as float32."""
+
+    def all_of(number: int) -> str:
+        return f"<{', '.join([f'i32 {number}'] * 8)}>"
+
+    bits = f.load(EIGHT, address, align=1)
+    bits = f.let(f"xor {EIGHT} {bits}, {all_of(0x88888888)}")
+    found = []
+    for k, place in enumerate(PLACES):
+        moved = bits if 4 * k == place else f.let(f"lshr {EIGHT} {bits}, {all_of(4 * k - place)}")
+        half = f.let(f"and {EIGHT} {moved}, {all_of(15 << place)}")
+        found.append(f.let(f"sitofp {EIGHT} {half} to {FLOATS}"))
+    return found
