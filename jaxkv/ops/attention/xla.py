@@ -419,8 +419,8 @@ def _prefill(
     num_tokens, num_heads, _ = q_TNH.shape
     heads, size = at.store.num_kv_heads, min(num_queries, batch.chunk_len or num_tokens)
     per_head = num_heads // heads
-    # Blocks may run past their row's end, and are then overwritten by the next row, or lie in this
-    # extra block.
+    # Blocks may run past their row's end: there are zeros, which the next row overwrites, or which
+    # padding keeps, as matmuls on a CPU leave out rows of zeros; or they lie in this extra block.
     q_TNH = jnp.pad(q_TNH, ((0, size), (0, 0), (0, 0)))
     position_T = jnp.pad(batch.position_T, (0, size))
     if index is not None:
@@ -432,7 +432,7 @@ def _prefill(
         row: jax.Array, done: jax.Array, carry: tuple[jax.Array, Statistics | None]
     ) -> tuple[Any, Any]:
         out_TNH, statistics = carry
-        start = batch.start_B[row] + done
+        start, is_row_T = batch.start_B[row] + done, done + jnp.arange(size) < count_B[row]
         take_tokens = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
         q, position = enter(take_tokens(q_TNH)), take_tokens(position_T)
         # [T, K, G, H] -> [1, K, T*G, H]: all queries that share a KV head meet its keys in one
@@ -458,7 +458,7 @@ def _prefill(
             index=None if index is None else index.with_tokens(take_tokens),
         )
         if statistics is not None and found is not None and tables.since_B is not None:
-            counts_T = (done + jnp.arange(size) < count_B[row]) & (position >= tables.since_B[row])
+            counts_T = is_row_T & (position >= tables.since_B[row])
             new = found.counted(jnp.repeat(counts_T, per_head)[None], statistics)
             statistics = jax.tree.map(
                 lambda all_B, new_1: all_B.at[row].add(new_1[0]), statistics, new
@@ -468,7 +468,8 @@ def _prefill(
             .transpose(1, 0, 2, 3)
             .reshape(size, num_heads, -1)
         )
-        return jax.lax.dynamic_update_slice_in_dim(out_TNH, leave(out), start, 0), statistics
+        out = jnp.where(is_row_T[:, None, None], leave(out), 0)
+        return jax.lax.dynamic_update_slice_in_dim(out_TNH, out, start, 0), statistics
 
     def row_step(row: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         num_blocks = (count_B[row] + size - 1) // size
