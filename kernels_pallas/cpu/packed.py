@@ -10,7 +10,7 @@ points, of the matrix that the index says. All three are float32.
 Some rows of w are written as those numbers to a panel in the first-level cache, and multiplied from
 there as `matmul` and `matmul512` do, with the same sums. A vector of 16 numbers is the table of 4
 bits: a group's own one is made of it, with its scale and zero point, and one instruction looks up
-as many values as a vector has numbers.
+as many values as a vector has numbers. For one token the numbers are multiplied as they come.
 """
 
 from __future__ import annotations
@@ -158,14 +158,7 @@ def _tile(form: Form) -> Function:
         part = matmul.Part("float32", start, depth, panel)
         is_one = f.let("icmp eq i64 %T, 1")
         with f.where(is_one), f.each(0, matmul.LANES, matmul.OUTPUTS) as output:
-            product, x = matmul.OneToken(f), f.at("%x", f.mul(start, 4))
-            row = f.add("%first", output)
-            with _pieces(form, f, row, matmul.OUTPUTS, start, depth) as (column, rows):
-                place = f.at(x, f.mul(column, 4))
-                numbers = [f.load(FLOATS, place, 4 * j, align=4) for j in range(0, COLUMNS, 8)]
-                for i, read in enumerate(rows):
-                    product.add(i, numbers, read())
-            product.finish(part, output, y)
+            _multiply_one(form, f, part, output, y)
         with f.where(f.let(f"xor i1 {is_one}, true")):
             _fill(form, f, "%first", matmul.LANES, start, depth, panel, matmul.DEPTH)
             matmul.multiply_all(f, part, y)
@@ -173,10 +166,20 @@ def _tile(form: Form) -> Function:
     return matmul.tile(_header(form), add)
 
 
+def _multiply_one(form: Form, f: Function, part: matmul.Part, output: str, y: str) -> None:
+    """Adds the products of the one token with OUTPUTS rows of w to y."""
+    product, x = matmul.OneToken(f), f.at("%x", f.mul(part.start, 4))
+    row = f.add("%first", output)
+    with _pieces(form, f, row, matmul.OUTPUTS, part.start, part.depth) as (column, rows):
+        place = f.at(x, f.mul(column, 4))
+        numbers = [f.load(FLOATS, place, 4 * j, align=4) for j in range(0, COLUMNS, 8)]
+        for i, read in enumerate(rows):
+            product.add(i, numbers, read())
+    product.finish(part, output, y)
+
+
 def _tile512(form: Form) -> Function:
-    """Writes the function for some outputs of some tokens with AVX-512. Numbers for one token alone
-    are multiplied as they come, without a panel.
-    """
+    """Writes the function for some outputs of some tokens with AVX-512."""
     f = Function(_header(form), lanes=16)
     most, size = matmul512.DEPTH[form.dtype], matmul512.OUTPUTS
     panel = f.variable(f"[{size * most * form.width} x i8]", align=64)
@@ -185,7 +188,7 @@ def _tile512(form: Form) -> Function:
     with f.each(0, "%D", most) as start:
         depth = f.least(f.sub("%D", start), most)
         with f.where(is_one), f.each(0, "%N", AT_ONCE) as output:
-            _multiply_one(form, f, f.add("%first", output), output, start, depth)
+            _multiply_one512(form, f, f.add("%first", output), output, start, depth)
         is_more = f.let(f"xor i1 {is_one}, true")
         with f.where(is_more), f.each(0, "%N", size) as output:
             _fill(form, f, f.add("%first", output), size, start, depth, panel, most)
@@ -216,7 +219,9 @@ def _fill(
                 f.store(f"{form.vector} {numbers}", to, j * form.num_bytes, align=form.num_bytes)
 
 
-def _multiply_one(form: Form, f: Function, row: str, output: str, start: str, depth: str) -> None:
+def _multiply_one512(
+    form: Form, f: Function, row: str, output: str, start: str, depth: str
+) -> None:
     """Adds the products of the one token with columns [start, start + depth) of rows of w to y."""
     size = matmul512.OUTPUTS
     products = [matmul512.Product(f, form.dtype, ["0"], start) for _ in range(0, AT_ONCE, size)]
