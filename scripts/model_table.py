@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 # ruff: noqa: E402 (what follows is found there)
 
-from families import ALONE, WRAPPED, hf_config, make_hf_model
+from families import ALONE, UNSCALED, WRAPPED, hf_config, make_hf_model
 from jaxkv import LLM, SamplingParams
 from jaxkv.build.blueprint import make_limits
 from jaxkv.build.options import EngineOptions
@@ -67,9 +67,6 @@ NOT_READ = {
     "experts in attention": "jetmoe",
     "two softmaxes, or masks that are computed": "diffllama, doge",
     "keys of an encoder": "bart and others",
-    "a head that transformers does not scale and others do": (
-        "aya_vision, cohere2_vision, granite_speech, granite_speech_plus"
-    ),
     "norms that differ in eps or in how weights are stored, gates of what joins": (
         "muse_glimmer, muse_spark"
     ),
@@ -284,6 +281,10 @@ def write(rows: dict[str, list[str]]) -> None:
         *(f"{number}. {reason}" for reason, number in reasons.items()),
         "",
         *_without_row(rows),
+        f"{', '.join(UNSCALED)}: compared with transformers' logits times the factor of the text "
+        "part, which transformers 5.24 leaves out in these. The text part's own class multiplies "
+        "by it, as vLLM does, and so does jaxkv.",
+        "",
         "## Not read",
         "",
         "Decoders of transformers 5.24 that no family reads, by what is not built:",

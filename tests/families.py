@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -619,6 +620,14 @@ MOLMO_ADAPTER = {"hidden_size": 16, "num_attention_heads": 2, "head_dim": 8}
 MOLMO_ADAPTER |= {"num_key_value_heads": 2, "intermediate_size": 16, "text_hidden_size": 48}
 MOLMO_ADAPTER |= {"vision_feature_layer": [0]}
 
+GRANITE_SPEECH = {
+    "encoder_config": {"input_dim": 8, "hidden_dim": 16, "num_layers": 1, "num_heads": 2},
+    "projector_config": {"model_type": "blip_2_qformer", "hidden_size": 16}
+    | {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    | {"encoder_hidden_size": 16},
+    "has_lora_adapter": False,
+}
+
 WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "aria": ("aria_text", SIGLIP, {"projector_patch_to_query_dict": {"4": 2}}),
     "deepseek_vl": ("llama", SIGLIP, {}),
@@ -730,6 +739,8 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "audioflamingo3": ("qwen2", {}, {"audio_config": WHISPER}),
+    "aya_vision": ("cohere2", SIGLIP | {"vision_use_head": False}, {}),
+    "cohere2_vision": ("cohere2", SIGLIP, {"alignment_intermediate_size": 32}),
     "cohere_compass": ("cohere_compass_text", DEEP_VISION, {}),
     "cosmos3_edge": ("cosmos3_edge_text", SIGLIP, {"projector_hidden_size": 16}),
     "cosmos3_omni": ("qwen3_vl_text", DEEP_VISION, {}),
@@ -749,6 +760,8 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"downsample_rate": "1/2", "deepstack_layer_map": [[0, 0]]}
         | {"qformer_config": {"model_type": "blip_2_qformer", "intermediate_size": 16}},
     ),
+    "granite_speech": ("granite", {}, GRANITE_SPEECH),
+    "granite_speech_plus": ("granite", {}, GRANITE_SPEECH),
     "hunyuan_vl": ("hunyuan_vl_text", SIGLIP | {"max_image_size": 16}, {}),
     "hy_v4_vl": ("hy_v4_vl_text", SIGLIP | {"max_image_size": 16, "out_hidden_size": 48}, {}),
     "molmo2": ("molmo2_text", MOLMO_VISION, {"adapter_config": MOLMO_ADAPTER}),
@@ -786,6 +799,17 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 """Models of several parts: the variant of the text part, what the vision part has, if there is one,
 and what both have. One whose text part is here has it within another one.
+"""
+
+
+UNSCALED: dict[str, Callable[[Any], float]] = {
+    "aya_vision": lambda text: text.logit_scale,
+    "cohere2_vision": lambda text: text.logit_scale,
+    "granite_speech": lambda text: 1 / text.logits_scaling,
+    "granite_speech_plus": lambda text: 1 / text.logits_scaling,
+}
+"""Models whose logits transformers 5.24 does not scale, and the factor: the text part's own class
+multiplies by it, as vLLM does, and so was it trained.
 """
 
 
@@ -855,6 +879,9 @@ def make_hf_model(torch: Any, config: Any, directory: Path, *, seed: int = 1) ->
     if config.model_type == "llama4":  # the whole model's own code fails in transformers 5.24
         model = model.language_model
     model = getattr(model, "thinker", model)
+    if config.model_type in UNSCALED:
+        scale = UNSCALED[config.model_type](config.text_config)
+        model.lm_head.register_forward_hook(lambda head, given, logits: logits * scale)
     model.generation_config.eos_token_id = None
     return model
 
