@@ -44,9 +44,10 @@ class Quantisation:
     "fp4" (compressed-tensors), "pairs" (experts of DeepSeek V4), "modelopt" and "bitsandbytes".
     experts: how weights of routed experts are stored, None for as all others. block: how many
     [rows, columns] share a scale, 0 where that is not said, because all do. takes_one: GPTQ's
-    stored zero points are one less than they mean. skipped: names of modules that are not
-    quantised, maybe with wildcards. mixed: how each module is stored where they differ, by names
-    from "layers" on with 0 for each number; None where that differs from layer to layer.
+    stored zero points are one less than they mean. is_ordered: which columns GPTQ put in a group
+    only a tensor beside them says. skipped: names of modules that are not quantised, maybe with
+    wildcards. mixed: how each module is stored where they differ, by names from "layers" on with 0
+    for each number; None where that differs from layer to layer.
     """
 
     method: str
@@ -54,6 +55,7 @@ class Quantisation:
     bits: int = 8
     block: tuple[int, int] = BLOCK
     takes_one: bool = False
+    is_ordered: bool = False
     skipped: tuple[str, ...] = ()
     experts: Quantisation | None = None
     mixed: tuple[tuple[str, Quantisation | None], ...] = ()
@@ -153,8 +155,14 @@ def _read(given: ConfigReader) -> Quantisation:
         given.choice("version", "gemm", ("gemm", "GEMM"))
         return Quantisation(method=method, kind="awq", bits=bits, block=(0, columns))
     takes_one = given.choice("checkpoint_format", "gptq", ("gptq", "gptq_v2")) == "gptq"
-    block = (0, columns)
-    return Quantisation(method=method, kind="gptq", bits=bits, block=block, takes_one=takes_one)
+    return Quantisation(
+        method=method,
+        kind="gptq",
+        bits=bits,
+        block=(0, columns),
+        takes_one=takes_one,
+        is_ordered=given.flag("desc_act", False),
+    )
 
 
 def of_modelopt(algorithm: str, called: str) -> Quantisation:

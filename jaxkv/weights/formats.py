@@ -315,6 +315,8 @@ def _gptq(own: Parts, how: Quantisation) -> Stored:
         points = (points.view(np.uint32) + ones).view(points.dtype)
     zeros = _unpacked(points, how.bits).T - middle  # [out, groups]
     group_D = own["g_idx"].astype(np.int64) if "g_idx" in own else None
+    if group_D is None and how.is_ordered and len(own["scales"]) > 1:
+        raise ValueError("expected g_idx, since config.json says desc_act")
     small = _small(values, how.bits)
     return Stored(small, own["scales"].T, zeros, how.block[1], group_D)
 
@@ -415,14 +417,14 @@ def _by_rows(
     """Repeats the figures of blocks of rows to all rows, of which the last block may have fewer."""
     if of_blocks.ndim == 0:
         raise ValueError("expected figures of blocks, got one number")
-    size, block, count = len(values), how.block[0], len(of_blocks)
-    if count == size:
+    if len(of_blocks) == len(values):
         return of_blocks
-    if count == 1:
-        return np.repeat(of_blocks, size, axis=0)
-    if not block or -(-size // block) != count:
-        raise ValueError(f"expected blocks of {block} along {size}, got {count}")
-    return np.repeat(of_blocks, block, axis=0)[:size]
+    if of_blocks.size == 1:
+        return np.repeat(of_blocks, len(values), axis=0)
+    for size, block, count in zip(values.shape, how.block, of_blocks.shape, strict=True):
+        if -(-size // (block or size)) != count:
+            raise ValueError(f"expected blocks of {block or size} along {size}, got {count}")
+    return np.repeat(of_blocks, how.block[0] or len(values), axis=0)[: len(values)]
 
 
 def _quant_state(own: Parts) -> dict[str, Any]:

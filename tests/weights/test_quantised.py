@@ -352,11 +352,15 @@ def test_what_is_not_built_is_refused_by_name(tmp_path, about, message):
 @pytest.mark.parametrize(
     ("case", "last", "change"),
     [
+        ("fp8", "weight_scale_inv", lambda x: x[:-1]),
+        ("fp8", "weight_scale_inv", lambda x: x[:1]),
+        ("fp8", "weight_scale_inv", lambda x: x[:, :1]),
         ("int8", "weight_scale", lambda x: x[:-1]),
         ("packed", "weight_scale", lambda x: x[:, :-1]),
         ("packed", "weight_scale", lambda x: x[0, 0]),
         ("packed", "weight_packed", lambda x: x[:, :-1]),
         ("gptq", "qzeros", lambda x: x[:-1]),
+        ("gptq-act-order", "g_idx", None),
         ("gptq", "g_idx", lambda x: x + 99),
         ("gptq", "g_idx", lambda x: x[0]),
         ("gptq", "qweight", lambda x: x.astype(np.int16)),
