@@ -271,6 +271,8 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("exaone_moe", {"sliding_window_pattern": "LLLG"}),
         ("gemma", {"hidden_act": "gelu"}),  # meant is the one by tanh
         ("cohere2", {"head_dim": None}),  # made of other sizes
+        ("cohere2_moe", {"rope_theta": 3e4, "rope_scaling": OLD_YARN}),  # which is not read
+        ("lfm3", {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}),
         ("hyperclovax", {"attention_multiplier": None}),
         ("laguna", {"partial_rotary_factor": 0.5, "rope_parameters": None}),
         ("nemotron_h", {"mamba_dt_min": 0.1, "mamba_n_groups": 3, "mamba_conv_bias": False}),

@@ -21,7 +21,8 @@ from jaxkv.ops.experts import Router
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     dense = listed_dense(config, first_dense(config))
     kinds = _kinds(config)
-    rope = read_rope(config, interleaved=True)
+    # transformers writes `rope_scaling` beside what it computes with, and never reads it.
+    rope = read_rope(config.replaced(rope_scaling=None), interleaved=True)
     # Dense layers in front that all see everything are rotated too.
     rotated = dense if config.size("prefix_dense_sliding_window_pattern", 1) == 1 else ()
     width = config.size("intermediate_size")

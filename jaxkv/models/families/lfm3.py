@@ -28,6 +28,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     attending = [FULL if kind == CONV else kind for kind in kinds]
     if config.get("rope_parameters") is None:
         config = config.replaced(rope_parameters=ROPES)
+    # Of a section that has none, of whichever kind of layers.
+    config = config.with_defaults({"rope_theta": ROPES[FULL]["rope_theta"]})
     names = replace(
         NAMES, o="self_attn.o_proj", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"
     )
