@@ -18,10 +18,11 @@ import families
 from families import ALONE, LONG, VARIANTS, WRAPPED, hf_config, make_hf_model
 from jaxkv import SamplingParams
 from jaxkv.models.decoder import embed_scale
-from jaxkv.models.families import FAMILIES, ConfigReader, read_family
+from jaxkv.models.families import FAMILIES, ConfigReader, read_config, read_family
 from jaxkv.models.spec import AttentionSpec
 from jaxkv.ops.attention import xla
 from jaxkv.testing import model_of
+from jaxkv.weights.load import load_weights
 from parity import (
     TOLERANCE,
     assert_generates_equal,
@@ -233,6 +234,16 @@ def test_the_text_part_of_gemma3n_is_found_among_the_others(torch, tmp_path):
     one, other = (model_of(tiny_llm(directory)) for directory in (alone, whole))
     assert one.spec == other.spec
     jax.tree.map(np.testing.assert_array_equal, one.weights, other.weights)
+
+
+def test_experts_for_images_of_ernie_4_5_vl_stay_behind(torch, tmp_path):
+    make_hf_model(torch, hf_config("ernie4_5_vl_moe"), tmp_path)
+    weights = load_weights(tmp_path, *read_family(read_config(tmp_path)), dtype="float32")
+    tensors = load_file(tmp_path / "model.safetensors")
+    stem, count = "model.layers.1.mlp.experts.{}.up_proj.weight", 6
+    assert stem.format(2 * count - 1) in tensors  # those for images follow
+    want = [tensors[stem.format(expert)] for expert in range(count)]
+    np.testing.assert_array_equal(weights["layers_1"]["expert_up"][0], want)
 
 
 def test_minicpm_is_granite_by_other_names():

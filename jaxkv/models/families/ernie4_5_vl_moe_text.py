@@ -14,7 +14,8 @@ from jaxkv.models.families.base import Layout
 from jaxkv.models.families.experts import listed_dense
 from jaxkv.models.spec import ModelSpec
 
-OF_IMAGES = r"model\.layers\.\d+\.mlp\.gate\.weight_1"
+ROUTER_OF_IMAGES = r"model\.layers\.\d+\.mlp\.gate\.weight_1"
+EXPERTS_OF_IMAGES = r"model\.layers\.\d+\.mlp\.experts\.(%s)\..*"
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -26,4 +27,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     experts = replace(experts, router_transposed=True, bias_shape=(2, experts.count))
     is_dense = listed_dense(config, otherwise=[0])
     spec, layout = ernie4_5_moe.read_with(config, experts, is_dense)
-    return spec, replace(layout, derived=(*layout.derived, OF_IMAGES))
+    numbers = "|".join(map(str, range(experts.count, 2 * experts.count)))
+    unused = (ROUTER_OF_IMAGES, EXPERTS_OF_IMAGES % numbers)
+    return spec, replace(layout, derived=(*layout.derived, *unused))
