@@ -8,6 +8,7 @@ import json
 import re
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -376,6 +377,18 @@ def test_a_config_means_what_transformers_writes_for_it(variant, said):
     config = {key: value for key, value in config.items() if value is not None}
     theirs = AutoConfig.for_model(**deepcopy(config)).to_dict()
     assert read(config) == read(json.loads(json.dumps(theirs)))
+
+
+def test_mistral_that_says_what_each_layer_is_is_ministral(tmp_path):
+    """As in transformers, which looks for it when it reads a file."""
+    from transformers import AutoConfig
+
+    config = families.text_config("ministral") | {"model_type": "mistral"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = AutoConfig.from_pretrained(tmp_path).to_dict()
+    (one, its), (other, others) = read(config), read(theirs)
+    assert its == others
+    assert replace(one, family="ministral") == other
 
 
 @pytest.mark.parametrize(
