@@ -11,9 +11,12 @@ from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
 
 METHODS = (
-    *("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt"),
-    "mxfp4",
+    *("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq"),
+    *("modelopt", "mxfp4"),
 )
+OF_AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+"""How AutoRound packs, and the method that packs so."""
+
 GROUP_OF_FP4 = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", *GROUP_OF_FP4)
 """Of compressed-tensors."""
@@ -146,12 +149,17 @@ def _read(given: ConfigReader) -> Quantisation:
             raise given.fail("load_in_4bit", "true (8 bits: not built)")
         method = f"bitsandbytes, {given.choice('bnb_4bit_quant_type', 'fp4', ('fp4', 'nf4'))}"
         return Quantisation(method=method, kind="bitsandbytes", bits=4, block=(0, 64))
+    kind = method
+    if method == "auto-round":
+        given.choice("data_type", "int", ("int",))
+        packing = given.choice("packing_format", "auto_round:auto_gptq", OF_AUTO_ROUND)
+        kind, method = OF_AUTO_ROUND[packing], f"auto-round, {OF_AUTO_ROUND[packing]}"
     group = given.get("group_size", -1)
     columns = 0 if group == -1 else given.size("group_size")
     bits = given.size("bits")
-    if bits not in ((4, 8) if method == "gptq" else (4,)):
-        raise given.fail("bits", "4 or 8" if method == "gptq" else "4")
-    if method == "awq":
+    if bits not in ((4, 8) if kind == "gptq" else (4,)):
+        raise given.fail("bits", "4 or 8" if kind == "gptq" else "4")
+    if kind == "awq":
         given.choice("version", "gemm", ("gemm", "GEMM"))
         return Quantisation(method=method, kind="awq", bits=bits, block=(0, columns))
     takes_one = given.choice("checkpoint_format", "gptq", ("gptq", "gptq_v2")) == "gptq"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jaxkv import LLM
 from jaxkv.errors import CheckpointError
 from jaxkv.models.decoder import head_of, logits
-from jaxkv.models.families import read_config, read_family
+from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.models.layer import normed
 from jaxkv.testing import blueprint_of, model_of
 from jaxkv.weights.orbax import convert, load_converted
@@ -23,6 +24,7 @@ from jaxkv.weights.packing import DYNAMIC, METHODS, SCALES, packing_for, quantis
 from quantised import (
     BITSANDBYTES,
     CASES,
+    CONFIG,
     SIZES,
     check_equal,
     check_planned,
@@ -310,6 +312,20 @@ MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 ONLINE = {"config_groups": {"R3": {"apply": [AT_WEIGHTS, {"location": "output"}]}}}
 
 
+@pytest.mark.parametrize("packing", ["gptq", "awq"])
+def test_auto_round_packs_as_gptq_or_awq(packing):
+    """transformers and vLLM compute with its weights by the code for those."""
+    theirs = {"bits": 4, "group_size": 128, "quant_method": packing}
+    about = theirs | {"quant_method": "auto-round", "packing_format": f"auto_round:auto_{packing}"}
+    about |= {"autoround_version": "0.8.0", "data_type": "int", "sym": True}
+    one, other = (
+        read_family(ConfigReader(CONFIG | {"quantization_config": said}, "c"))[1].quantisation
+        for said in (about, theirs)
+    )
+    assert one.method == f"auto-round, {packing}"
+    assert replace(one, method=packing) == other
+
+
 def test_transforms_of_weights_are_in_what_is_stored(tmp_path):
     about = compressed("int-quantized", num_bits=8) | {"transform_config": OFFLINE}
     config = tiny_config("qwen2") | {"quantization_config": about}
@@ -321,7 +337,8 @@ def test_transforms_of_weights_are_in_what_is_stored(tmp_path):
 @pytest.mark.parametrize(
     ("about", "message"),
     [
-        ({"quant_method": "hqq"}, "quant_method: expected one of awq"),
+        ({"quant_method": "hqq"}, "quant_method: expected one of auto-round, awq"),
+        ({"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type: expected one of int"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_4bit: expected true"),
         (BITSANDBYTES | {"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type: expected one of"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo: expected one of"),
