@@ -5,6 +5,7 @@ equal tokens, from the checkpoint that transformers writes.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from importlib import import_module
 
@@ -31,6 +32,7 @@ from parity import (
     tiny_llm,
     torch,
 )
+from tiny import make_checkpoint, tiny_config
 
 __all__ = ["torch"]
 
@@ -220,6 +222,47 @@ def test_gpt_sw3_is_gpt2():
     assert read_family(gpt2.replaced(model_type="gpt-sw3")) == read_family(gpt2)
 
 
+def test_mimo_is_qwen2_with_a_layer_that_predicts():
+    """vLLM's class is Qwen2's too. Source of the keys: XiaomiMiMo/MiMo-7B-RL."""
+    qwen2 = families.text_config("qwen2") | {"num_nextn_predict_layers": 1}
+    mimo = ConfigReader(qwen2 | {"model_type": "mimo"}, "config.json")
+    spec, layout = read_family(mimo)
+    assert (spec, layout) == read_family(ConfigReader(qwen2, "config.json"))
+    name = "model.mtp_layers.0.input_proj.weight"
+    assert any(re.fullmatch(pattern, name) for pattern in layout.derived)
+
+
+def test_internlm2_is_llama_with_one_matrix_of_queries_keys_and_values(tmp_path):
+    config = tiny_config("llama")
+    kv_heads, (llama, other) = config["num_key_value_heads"], (tmp_path / "llama", tmp_path / "2")
+    tensors = load_file(make_checkpoint(llama, config) / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        stem = f"model.layers.{layer}"
+        parts = [tensors.pop(f"{stem}.self_attn.{name}_proj.weight") for name in "qkv"]
+        width = config["hidden_size"]
+        dim = len(parts[1]) // kv_heads
+        heads = [part.reshape(kv_heads, -1, dim, width) for part in parts]
+        fused = np.concatenate(heads, axis=1).reshape(-1, width)
+        tensors[f"{stem}.attention.wqkv.weight"] = fused
+    names = {"model.embed_tokens": "model.tok_embeddings", "lm_head": "output"}
+    names |= {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
+    names |= {"self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1"}
+    names |= {"mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"}
+    for name, own in names.items():
+        tensors = {key.replace(name, own): x for key, x in tensors.items()}
+    other.mkdir()
+    save_file(tensors, other / "model.safetensors")
+    config |= {"model_type": "internlm2", "bias": False}
+    (other / "config.json").write_text(json.dumps(config))
+    one, its = (
+        load_weights(path, *read_family(read_config(path)), dtype="float32")
+        for path in (llama, other)
+    )
+    jax.tree.map(np.testing.assert_array_equal, one, its)
+    specs = [read_family(read_config(path))[0] for path in (llama, other)]
+    assert replace(specs[1], family="llama") == specs[0]
+
+
 def test_the_text_part_of_gemma3n_is_found_among_the_others(torch, tmp_path):
     """transformers cannot make the whole model without timm: a checkpoint of it is put together."""
     config, (alone, whole) = hf_config("gemma3n_text"), (tmp_path / "alone", tmp_path / "whole")
@@ -264,5 +307,5 @@ def test_minicpm_is_granite_by_other_names():
     assert replace(one, family="granite", attention=plain) == other
 
 
-ELSEWHERE = {"kimi_k2", "minicpm", "qwen2", "qwen3"}
+ELSEWHERE = {"internlm2", "kimi_k2", "minicpm", "qwen2", "qwen3"}
 """Families that are tested below, or with the variants of tests/tiny.py."""

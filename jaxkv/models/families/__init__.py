@@ -130,10 +130,13 @@ model of several parts itself, Qwen Omni's without those that speak.
 RENAMED = {
     "exaone4_5_text": "exaone4",
     "gpt-sw3": "gpt2",
+    "mimo": "qwen2",
     "modernbert-decoder": "modernbert_decoder",
     "openai-gpt": "openai_gpt",
 }
-"""Other names of families: older ones, and those that no file can have."""
+"""Other names of families: older ones, those that no file can have, and those of models that are
+another under their own name.
+"""
 
 
 def read_config(directory: Path, name: str = CONFIG) -> ConfigReader:
