@@ -116,8 +116,9 @@ TEXT = (
     # Kimi K2.5 and Qianfan-OCR as transformers 5 writes them; published files have `layers`.
     (re.compile(r"^language_model\.model\.(blocks|encoder\.layers)\."), "model.layers."),
     (re.compile(r"^(model\.(language|text)_model|(language|text)_model\.model)\."), "model."),
-    # Nemotron 3 Omni as published, and Cosmos 3.
-    (re.compile(r"^language_model\.(?=backbone\.)"), ""),
+    # Nemotron 3 Omni as published, and InternVL on InternLM2.
+    (re.compile(r"^language_model\.(?=(backbone|output)\.)"), ""),
+    # Cosmos 3.
     (re.compile(r"^(?=(embed_tokens|layers|norm)\.)"), "model."),
 )
 """How models of several parts call the tensors of their text part, and what it calls them."""

@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -254,13 +255,37 @@ def test_internlm2_is_llama_with_one_matrix_of_queries_keys_and_values(tmp_path)
     save_file(tensors, other / "model.safetensors")
     config |= {"model_type": "internlm2", "bias": False}
     (other / "config.json").write_text(json.dumps(config))
-    one, its = (
-        load_weights(path, *read_family(read_config(path)), dtype="float32")
-        for path in (llama, other)
-    )
-    jax.tree.map(np.testing.assert_array_equal, one, its)
-    specs = [read_family(read_config(path))[0] for path in (llama, other)]
-    assert replace(specs[1], family="llama") == specs[0]
+    assert_same_model(llama, other)
+    assert_same_model(other, part_of_another(other, "internvl_chat", "llm_config"))
+
+
+def test_the_text_part_of_kimi_vl_is_deepseek_v3(torch, tmp_path):
+    """And of InternVL as its authors publish it what it says it is: neither is in transformers."""
+    make_hf_model(torch, hf_config("deepseek_v3"), tmp_path / "1")
+    assert_same_model(tmp_path / "1", part_of_another(tmp_path / "1", "kimi_vl", "text_config"))
+
+
+def part_of_another(directory: Path, outer: str, section: str) -> Path:
+    """Writes the checkpoint again as the text part of another model."""
+    whole = directory.with_name(outer)
+    whole.mkdir()
+    config = {"model_type": outer, section: json.loads((directory / "config.json").read_text())}
+    (whole / "config.json").write_text(json.dumps(config))
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {f"language_model.{name}": x for name, x in tensors.items()}
+    tensors["vision_model.encoder.layers.0.norm1.weight"] = np.zeros(2, np.float32)
+    save_file(tensors, whole / "model.safetensors")
+    return whole
+
+
+def assert_same_model(one: Path, other: Path) -> None:
+    models = [read_family(read_config(directory)) for directory in (one, other)]
+    assert replace(models[1][0], family=models[0][0].family) == models[0][0]
+    trees = [
+        load_weights(directory, *model, dtype="float32")
+        for directory, model in zip((one, other), models, strict=True)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *trees)
 
 
 def test_the_text_part_of_gemma3n_is_found_among_the_others(torch, tmp_path):

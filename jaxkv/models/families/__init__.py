@@ -73,6 +73,7 @@ TEXT_OF = {
     "idefics2": "mistral",
     "idefics3": "llama",
     "internvl": "qwen2",
+    "internvl_chat": "qwen2",
     "janus": "llama",
     "lfm2_vl": "lfm2",
     "lfm3_vl": "lfm3",
@@ -102,6 +103,7 @@ TEXT_OF = {
     "paddleocr_vl": "paddleocr_vl_text",
     "llama4": "llama4_text",
     "kimi_k25": "deepseek_v3",
+    "kimi_vl": "deepseek_v3",
     "llava": "llama",
     "minimax_m3_vl": "minimax_m3_vl_text",
     "mistral3": "mistral",
@@ -123,8 +125,8 @@ TEXT_OF = {
 """Models of several parts, each with the family of a text part that does not say which it is."""
 
 SECTIONS = ("text_config", "llm_config", "thinker_config")
-"""Where a model's text part is: the second in published files of Nemotron 3 Omni. The third is a
-model of several parts itself, Qwen Omni's without those that speak.
+"""Where a model's text part is: the second in published files of Nemotron 3 Omni and InternVL. The
+third is a model of several parts itself, Qwen Omni's without those that speak.
 """
 
 RENAMED = {
