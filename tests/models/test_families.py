@@ -379,6 +379,12 @@ def test_a_config_means_what_transformers_writes_for_it(variant, said):
     assert read(config) == read(json.loads(json.dumps(theirs)))
 
 
+def test_the_4_of_the_first_files_of_llama_4_is_true():
+    """transformers 4.51, which wrote it, asked only whether it is something."""
+    config, key = families.text_config("llama4_text"), "attn_temperature_tuning"
+    assert read(config | {key: 4}) == read(config | {key: True}) != read(config | {key: False})
+
+
 def test_mistral_that_says_what_each_layer_is_is_ministral(tmp_path):
     """As in transformers, which looks for it when it reads a file."""
     from transformers import AutoConfig

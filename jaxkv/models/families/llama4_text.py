@@ -91,7 +91,9 @@ def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[Model
 
 
 def _temperature(config: ConfigReader) -> QueryTemperature | None:
-    if not config.flag("attn_temperature_tuning", True):
+    # The first published files have 4 in the place of true.
+    is_first = config.get("attn_temperature_tuning") == 4
+    if not is_first and not config.flag("attn_temperature_tuning", True):
         return None
     return QueryTemperature(
         beta=config.number("attn_scale", 0.1),
