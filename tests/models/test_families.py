@@ -1023,8 +1023,9 @@ def test_a_text_part_that_does_not_say_what_it_is_is_what_transformers_takes_it_
     pytest.importorskip("transformers")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    for outer, family in TEXT_OF.items():
-        parts = CONFIG_MAPPING[outer].sub_configs_defaults
+    unknown = {"internvl_chat", "kimi_vl"}  # whose classes stand beside the checkpoints
+    for outer in TEXT_OF.keys() - unknown:
+        family, parts = TEXT_OF[outer], CONFIG_MAPPING[outer].sub_configs_defaults
         assert (parts.get("text_config") or parts["thinker_config"]).model_type == family
 
 
