@@ -16,18 +16,19 @@ and y [T, F] are float32, and so are the sums of x [T, D / part], a result besid
 
 A sum is in the same order whatever T is: 8 partial sums over a part, added up in pairs, and such
 totals one after the other. With one token, w is read where it lies; with more, 8 outputs of a part
-are first written to a panel in the first-level cache (`matmul`).
+are first written to a panel in the first-level cache (`matmul`). A task goes over a part of all of
+its outputs before the next part: these lie side by side in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kernels_pallas.cpu import matmul
 from kernels_pallas.cpu.function import EIGHT, FLOATS, FOUR, Function
-from kernels_pallas.cpu.products import UNSIGNED, Operands, kernel
+from kernels_pallas.cpu.products import TASK_OUTPUTS, TASK_TOKENS, UNSIGNED, Operands, kernel
 
 HANDLER = "jaxkv_int4"
 
@@ -38,8 +39,10 @@ PLACES = (0, 4, 8, 12, 16, 20, 24, 24)
 """Halves of bytes begin at these of 32 bits; the last one is moved there, away from the sign."""
 
 MORE = ("scales", "offsets")
-ADDRESSES = ("x", "w", "y", "sums", *MORE)
-SIZES = ("first_output", "num_tokens", "D", "F", "C", "part")
+POINTERS = ("x", "w", "y", "sums", *MORE)
+SIZES = {"T": "num_tokens", "N": "num_outputs", "first": "first_output"}
+SIZES |= {name: name for name in ("D", "F", "C", "part")}
+"""What the function for a task takes, and under which names a task has it."""
 
 
 def functions() -> list[Function]:
@@ -47,7 +50,7 @@ def functions() -> list[Function]:
     operands = Operands(
         x_bytes=4, w_bits=4, counted=UNSIGNED, more=MORE, beside=("sums",), in_groups=True
     )
-    return [_tile(), *kernel(HANDLER, operands, _call, _add_up).functions()]
+    return [_task(), *kernel(HANDLER, operands, _call, _add_up).functions()]
 
 
 def part_of(columns: int) -> int | None:
@@ -59,17 +62,10 @@ def part_of(columns: int) -> int | None:
 
 
 def _call(f: Function, part: Mapping[str, str]) -> None:
-    columns = f.least(part["C"], matmul.DEPTH)
-    with f.each(0, part["num_outputs"], matmul.LANES) as output:
-        own = {
-            **part,
-            "y": f.at(part["y"], f.mul(output, 4)),
-            "first_output": f.add(part["first_output"], output),
-            "part": columns,
-        }
-        addresses = ", ".join(f"ptr {own[name]}" for name in ADDRESSES)
-        sizes = ", ".join(f"i64 {own[name]}" for name in SIZES)
-        f.do(f"call void @tile_int4({addresses}, {sizes})")
+    own = {**part, "part": f.least(part["C"], matmul.DEPTH)}
+    given = [f"ptr {own[name]}" for name in POINTERS]
+    given += [f"i64 {own[name]}" for name in SIZES.values()]
+    f.do(f"call void @task_int4({', '.join(given)})")
 
 
 def _add_up(f: Function, known: Mapping[str, str]) -> None:
@@ -89,31 +85,52 @@ def _add_up(f: Function, known: Mapping[str, str]) -> None:
         f.store(f"float {total}", known["sums"], f.mul(number, 4), align=4)
 
 
-def _tile() -> Function:
-    """Writes the function for LANES outputs of some tokens."""
-    addresses = ", ".join(f"ptr %{name}" for name in ADDRESSES)
-    sizes = ", ".join(f"i64 %{name}" for name in ("first", "T", "D", "F", "C", "part"))
-
-    def add(f: Function, start: str, depth: str, panel: str, y: str) -> None:
-        group = f.let(f"sdiv i64 {start}, %C")
-        row = f.add(f.mul(group, "%F"), "%first")
-        column = f.sub(start, f.mul(group, "%C"))
-        w = f.at("%w", _bytes(f, f.add(f.mul(row, "%C"), column)))
-        scales, offsets = (f.at(f"%{name}", f.mul(row, 4)) for name in MORE)
-        number = f.let(f"sdiv i64 {start}, %part")
-        part = _Part("float32", start, depth, panel, number, scales, offsets)
-        is_one = f.let("icmp eq i64 %T, 1")
-        with f.where(is_one), f.each(0, matmul.LANES, matmul.OUTPUTS) as output:
+def _task() -> Function:
+    """Writes the function for some outputs of some tokens."""
+    given = [*(f"ptr %{name}" for name in POINTERS), *(f"i64 %{name}" for name in SIZES)]
+    f = Function(f"define internal void @task_int4({', '.join(given)}) noinline")
+    panel = f.variable(f"[{matmul.LANES * matmul.DEPTH} x float]", align=64)
+    y = f.variable(f"[{TASK_TOKENS * TASK_OUTPUTS} x float]", align=64)
+    is_one = f.let("icmp eq i64 %T, 1")
+    is_more = f.let(f"xor i1 {is_one}, true")
+    with f.each(0, f.mul("%T", 4 * TASK_OUTPUTS), 32) as place:
+        f.store(f"{FLOATS} zeroinitializer", y, place, align=32)
+    with f.each(0, "%D", "%part") as start:
+        part, w = _part(f, start, panel)
+        with f.where(is_one), f.each(0, "%N", matmul.OUTPUTS) as output:
             _multiply_one(f, part, w, output, y)
-        with f.where(f.let(f"xor i1 {is_one}, true")):
-            _fill(f, w, depth, panel)
-            matmul.multiply_all(f, part, y)
+        with f.where(is_more), f.each(0, "%N", matmul.LANES) as output:
+            _fill(f, f.at(w, f.mul(output, _bytes(f, "%C"))), panel)
+            own = replace(part, **{k: f.at(getattr(part, k), f.mul(output, 4)) for k in MORE})
+            matmul.multiply_all(f, own, f.at(y, f.mul(output, 4)))
+    with f.each(0, "%T", 1) as t, f.each(0, "%N", matmul.LANES) as output:
+        numbers = f.load(FLOATS, y, f.mul(f.add(f.mul(t, TASK_OUTPUTS), output), 4), align=32)
+        f.store(f"{FLOATS} {numbers}", "%y", f.mul(f.add(f.mul(t, "%F"), output), 4), align=4)
+    f.do("ret void")
+    return f
 
-    header = f"define internal void @tile_int4({addresses}, {sizes}) noinline"
-    return matmul.tile(header, add, "%part")
+
+def _part(f: Function, start: str, panel: str) -> tuple[_Part, str]:
+    """Returns what is known of a part, and where its values begin."""
+    group = f.let(f"sdiv i64 {start}, %C")
+    row = f.add(f.mul(group, "%F"), "%first")
+    column = f.sub(start, f.mul(group, "%C"))
+    scales, offsets = (f.at(f"%{name}", f.mul(row, 4)) for name in MORE)
+    number = f.let(f"sdiv i64 {start}, %part")
+    part = _Part(
+        dtype="float32",
+        start=start,
+        depth="%part",
+        panel=panel,
+        y_width=TASK_OUTPUTS,
+        number=number,
+        scales=scales,
+        offsets=offsets,
+    )
+    return part, f.at("%w", _bytes(f, f.add(f.mul(row, "%C"), column)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Part(matmul.Part):
     """Says also which part of a row it is, and where its scales and offsets are."""
 
@@ -137,7 +154,7 @@ def _multiply_one(f: Function, part: _Part, w: str, output: str, y: str) -> None
     """Adds the products of the one token with OUTPUTS rows of w to y."""
     width = _bytes(f, "%C")
     rows = [f.at(w, f.mul(f.add(output, i), width)) for i in range(matmul.OUTPUTS)]
-    later = f.mul(width, matmul.LANES)
+    later = f.mul(width, "%F")  # the same rows of the next group
     x, product = f.at("%x", f.mul(part.start, 4)), matmul.OneToken(f)
     with f.each(0, part.depth, BLOCK) as column:
         place, offset = f.at(x, f.mul(column, 4)), _bytes(f, column)
@@ -149,16 +166,15 @@ def _multiply_one(f: Function, part: _Part, w: str, output: str, y: str) -> None
     product.finish(part, output, y)
 
 
-def _fill(f: Function, w: str, depth: str, panel: str) -> None:
+def _fill(f: Function, w: str, panel: str) -> None:
     """Writes what is multiplied of LANES rows of w to the panel."""
     width = _bytes(f, "%C")
-    later = f.mul(width, matmul.LANES)
+    later = f.mul(width, "%F")
     with f.each(0, matmul.LANES, 1) as row:
         of_row, to = f.at(w, f.mul(row, width)), f.at(panel, f.mul(row, 4 * matmul.DEPTH))
-        with f.each(0, depth, BLOCK) as column:
-            address = f.at(of_row, _bytes(f, column))
+        with f.each(0, "%part", BLOCK) as column:
+            address, place = f.at(of_row, _bytes(f, column)), f.at(to, f.mul(column, 4))
             f.fetch(f.at(address, later))
-            place = f.at(to, f.mul(column, 4))
             for k, numbers in enumerate(_read(f, address)):
                 f.store(f"{FLOATS} {numbers}", place, 32 * k, align=32)
 

@@ -90,20 +90,17 @@ def _tile(dtype: str) -> Function:
     return tile(f"define internal void @tile_{dtype}({TILE}) noinline", add)
 
 
-def tile(
-    header: str, add: Callable[[Function, str, str, str, str], None], most: object = DEPTH
-) -> Function:
-    """Writes a function for LANES outputs of some tokens. add: writes what adds the products of at
-    `most` so many columns to y [T, LANES], of which it is given the first one, how many, and room
-    for a panel.
+def tile(header: str, add: Callable[[Function, str, str, str, str], None]) -> Function:
+    """Writes a function for LANES outputs of some tokens. add: writes what adds the products of
+    columns to y [T, LANES], of which it is given the first one, how many, and room for a panel.
     """
     f = Function(header)
     panel = f.variable(f"[{LANES * DEPTH} x float]", align=64)
     y = f.variable(f"[{TASK_TOKENS * LANES} x float]", align=64)
     with f.each(0, f.mul("%T", 4 * LANES), 32) as place:
         f.store(f"{FLOATS} zeroinitializer", y, place, align=32)
-    with f.each(0, "%D", most) as start:
-        add(f, start, f.least(f.sub("%D", start), most), panel, y)
+    with f.each(0, "%D", DEPTH) as start:
+        add(f, start, f.least(f.sub("%D", start), DEPTH), panel, y)
     # In one go: rows of y are far apart.
     with f.each(0, "%T", 1) as t:
         row = f.load(FLOATS, y, f.mul(t, 4 * LANES), align=32)
@@ -114,12 +111,15 @@ def tile(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Says which columns of a tile are multiplied, and in which panel [LANES, DEPTH] they are."""
+    """Says which columns of a tile are multiplied, and in which panel [LANES, DEPTH] they are.
+    y_width: numbers of y in a row of it.
+    """
 
     dtype: str
     start: str
     depth: str
     panel: str | None
+    y_width: int = LANES
 
     def row(self, f: Function, number: object) -> str:
         """Returns where a row of w begins."""
@@ -177,9 +177,10 @@ def _multiply(f: Function, part: Part, rows: Sequence[str], output: str, y: str)
     later = part.next_tile(f, output) if part.panel is None else None
     with f.each(0, part.depth, MULTIPLE) as begin:
         if later is not None:
+            # To the second level: a tile of some thousands of columns is larger than the first.
             width = OUTPUTS * W_BYTES[part.dtype]
             for line in range(0, MULTIPLE * width, 64):
-                f.fetch(f.at(later, f.add(f.mul(begin, width), line)))
+                f.fetch(f.at(later, f.add(f.mul(begin, width), line)), stays=True)
         for column in (begin, f.add(begin, 8)):
             numbers = [f.load(FLOATS, row, f.mul(column, 4), align=4) for row in x]
             for i, address in enumerate(w):
@@ -190,7 +191,7 @@ def _multiply(f: Function, part: Part, rows: Sequence[str], output: str, y: str)
                     f.store(f"{FLOATS} {added}", of_row[i], align=32)
     found = totals(f, [[f.load(FLOATS, place, align=32) for place in of_row] for of_row in sums])
     for row, four in zip(rows, found, strict=True):
-        place = f.mul(f.add(f.mul(row, LANES), output), 4)
+        place = f.mul(f.add(f.mul(row, part.y_width), output), 4)
         added = part.added(f, f.load(FOUR, y, place, align=16), four, row, output)
         f.store(f"{FOUR} {added}", y, place, align=16)
 
