@@ -24,6 +24,12 @@ TOLERANCE = 5e-6
 sqrt(H).
 """
 
+AS_USERS = {
+    "xla_backend_optimization_level": "3",
+    "xla_llvm_disable_expensive_passes": "False",
+}
+"""Compiler options of programs whose bits are compared, in a module of `quick_compile`."""
+
 MAX_LEN, NUM_ROWS = 560, 9  # five blocks of 128 keys, two tiles of rows
 
 

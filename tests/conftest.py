@@ -7,6 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,11 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = (
 if "PYTEST_XDIST_WORKER" not in os.environ:
     FOLDER = tempfile.TemporaryDirectory(prefix="jaxkv-tests-", ignore_cleanup_errors=True)
     os.environ["JAXKV_TESTS_FOLDER"] = FOLDER.name  # workers find it here
+    # LLVM gets a program whole: these are so small that to divide them takes longer.
+    FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
+    if version("jax") < "0.11":  # as engines' programs are compiled, by whose options is said why
+        FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 # A GPU's threads that wait for each other in Pallas' interpreter each hold one of XLA's: with as many as a
 # small machine has cores, all wait for ever.
 os.environ.setdefault("PJRT_NPROC", "16")
@@ -27,7 +33,7 @@ import pytest
 from jax._src.lru_cache import _CACHE_SUFFIX, LRUCache
 
 from jaxkv.ops.attention import native, pallas_tpu
-from jaxkv.programs import compiled, compiler_options
+from jaxkv.programs import compiled
 from jaxkv.programs.compiled import Programs
 from kernels_pallas import tpu
 from tiny import make_checkpoint, tiny_config
@@ -113,15 +119,13 @@ def _few_programs_are_kept(own) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quick_compile() -> Iterator[None]:
-    """Compiles the programs of engines without optimising them, which takes half of the time: for
-    tests of what is around them. Those of numbers and bits run what users run.
+    """Compiles without optimising, be it an engine's program, a reference or one operation, which
+    takes a quarter of the time: for tests of what is around programs, and of numbers with a tolerance.
+    Those of bits run what users run.
     """
-    options = compiler_options.COMPILER_OPTIONS.get("cpu", {}) | {
-        "xla_backend_optimization_level": "0"
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(compiler_options.COMPILER_OPTIONS, "cpu", options)
-        yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

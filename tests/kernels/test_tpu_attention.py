@@ -33,6 +33,8 @@ from ragged import (
 )
 from tiers import some
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 pack, unpack = (jax.jit(function, static_argnums=0) for function in (tpu.pack, tpu.unpack))
 """In one program each, where they would be one per operation."""
 

@@ -23,6 +23,8 @@ from kernels_pallas import tpu
 from ragged import LAYER, NUM_ROWS, Case, Shape, assert_close, expected, random_case
 from tiers import some
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 RANK = 72
 """Numbers of a row that are its value: neither all of them nor whole lanes."""
 

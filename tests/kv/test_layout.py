@@ -27,6 +27,8 @@ from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 L, P = 3, 6
 BACKENDS = {
     "cpu": Xla(),

@@ -19,6 +19,8 @@ from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PagedKV, PageTables, Store, copy_pages, destinations, empty_store, write
 from poison import nan_of, owned_slots, poison_kv
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 L, P, K, S, H = 2, 5, 2, 8, 4
 CODECS = [
     get_codec("float32", platform="cpu"),

@@ -20,6 +20,8 @@ from jaxkv.weights.load import load_weights
 from jaxkv.weights.tree import layer_weights
 from tiny import make_checkpoint
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 KEPT, SLOTS, LAYER = 4, 9, 1
 
 

@@ -18,6 +18,8 @@ from jaxkv.kv.layout import HeadMajorLayout, LaneRowsLayout
 from jaxkv.kv.state import empty_store, write, write_entries
 from jaxkv.ops.attention import EntryShape, Index, xla
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 RANK, NEAR, RATE, CHOSEN = 24, 8, 4, 3
 ENTRY = EntryShape(RATE, RANK + 6)
 

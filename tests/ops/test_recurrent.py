@@ -25,6 +25,8 @@ from jaxkv.ops.recurrent import (
 from jaxkv.programs.draft import packed
 from jaxkv.programs.inputs import empty_batch
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 NUM_ROWS, NUM_SLOTS, NUM_LAYERS, LAYER = 7, 9, 3, 1
 SLOT_OF = [4, 0, 8, 5, 1, 7, NUM_SLOTS]
 """The last row is padding."""

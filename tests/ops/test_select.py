@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from cases import (
+    AS_USERS,
     NUM_LAYERS,
     NUM_ROWS,
     TOLERANCE,
@@ -29,8 +30,9 @@ from jaxkv.kv.state import PagedKV, copy_pages, empty_store, write
 from jaxkv.ops.attention import xla
 from tiers import some
 
-pytestmark = pytest.mark.usefixtures("xla_attends")  # as it does where pages are chosen
-READ = jax.jit(xla.read, static_argnames=("scale", "window"))
+# XLA attends, as it does where pages are chosen.
+pytestmark = pytest.mark.usefixtures("quick_compile", "xla_attends")
+READ = jax.jit(xla.read, static_argnames=("scale", "window"), compiler_options=AS_USERS)
 
 
 def read(case: Case, layer: int) -> np.ndarray:

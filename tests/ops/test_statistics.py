@@ -39,7 +39,8 @@ from kernels_pallas import reference
 from tiers import some
 
 STATIC = ("scale", "window")
-pytestmark = pytest.mark.usefixtures("xla_attends")  # as it does where it is observed
+# XLA attends, as it does where it is observed.
+pytestmark = pytest.mark.usefixtures("quick_compile", "xla_attends")
 READ = jax.jit(xla.read, static_argnames=STATIC)
 ORACLE = jax.jit(reference.ragged_paged_attention, static_argnames=(*STATIC, "num_pages"))
 SHAPES = [
