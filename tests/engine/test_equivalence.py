@@ -19,6 +19,8 @@ from poison import poison_kv, poisoned
 from tiers import some
 from tiny import make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 NUM_NEW = 12
 LEAD = {"float32": 1e-4, "bfloat16": 0.05}
 """Of a greedy token over the next likeliest, in logits; more than rounding can turn round."""
