@@ -9,11 +9,12 @@ columns, are added up in pairs, and such totals one after the other. No product 
 is added. So a vector of a row of x and one of w are multiplied as they lie in memory, 3 rows of x
 with 4 of w at a time: 12 of AVX2's 16 registers are sums.
 
-Where a task (`products`) has few tokens, w is read where it lies, and the next 8 outputs are
-fetched meanwhile. Where it has many, 8 outputs and 512 columns of it are
-first written in float32 to a panel, which stays in the first-level cache (16 KiB). XLA:CPU in place
-of that writes a packed copy of all of w to memory, in each call. Source of the blocking: Goto and
-van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), section 4.
+Where a task (`products`) has few tokens, w is read where it lies. Where it has many, 8 outputs and
+512 columns of it are first written in float32 to a panel, which stays in the first-level cache (16
+KiB). The next 8 outputs are fetched meanwhile, to the second-level cache: the first may be too
+small for them. XLA:CPU in place of that writes a packed copy of all of w to memory, in each call.
+Source of the blocking: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
+(2008), section 4.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def _fill(f: Function, panel: str, part: Part) -> None:
         source, later = part.row(f, row), part.next_tile(f, row)
         to = f.at(panel, f.mul(row, 4 * DEPTH))
         with f.each(0, part.depth, MULTIPLE) as column:
-            f.fetch(f.at(later, f.mul(column, W_BYTES[part.dtype])))
+            f.fetch(f.at(later, f.mul(column, W_BYTES[part.dtype])), stays=True)
             for i in range(0, MULTIPLE, 8):
                 at_column = f.add(column, i)
                 numbers = part.read(f, source, at_column)
@@ -177,7 +178,6 @@ def _multiply(f: Function, part: Part, rows: Sequence[str], output: str, y: str)
     later = part.next_tile(f, output) if part.panel is None else None
     with f.each(0, part.depth, MULTIPLE) as begin:
         if later is not None:
-            # To the second level: a tile of some thousands of columns is larger than the first.
             width = OUTPUTS * W_BYTES[part.dtype]
             for line in range(0, MULTIPLE * width, 64):
                 f.fetch(f.at(later, f.add(f.mul(begin, width), line)), stays=True)
@@ -245,7 +245,7 @@ def _multiply_int8(f: Function, rows: Sequence[str], outputs: Sequence[str]) -> 
         f.do(f"store {EIGHT} zeroinitializer, ptr {place}, align 32")
     next_tile = f.at(w[0], f.mul("%D", LANES))
     with f.each(0, "%D", 16) as column:
-        f.fetch(f.at(next_tile, f.mul(column, OUTPUTS)))
+        f.fetch(f.at(next_tile, f.mul(column, OUTPUTS)), stays=True)
         numbers = [
             f.load(SHORTS, row, f.mul(column, OPERANDS["int8"].x_bytes), align=2) for row in x
         ]
