@@ -312,16 +312,16 @@ def matmul_packed(
     kind, (_, groups, outputs, _) = _kind(values_NGFC.dtype), values_NGFC.shape
     if scales_GF is None:
         scales_GF = jnp.ones((groups, outputs) if kind == "int4" else (0, 0))
-    scales_GF = scales_GF.astype(jnp.float32)
+    if zeros_GF is None:
+        zeros_GF = jnp.zeros((0, 0))
+    scales_GF, zeros_GF = scales_GF.astype(jnp.float32), zeros_GF.astype(jnp.float32)
     if kind == "int4" and table is None and not is_wide():
         part = int4.part_of(x_TD.shape[1] // groups)
         if part is not None:
             return _matmul_int4(x_TD, values_NGFC, index, scales_GF, zeros_GF, part)
-    if zeros_GF is None:
-        zeros_GF = jnp.zeros((0, 0))
     if table is None:
         table = jnp.asarray([*range(8), *range(-8, 0)])
-    more = [scales_GF, zeros_GF.astype(jnp.float32), table.astype(jnp.float32)]
+    more = [scales_GF, zeros_GF, table.astype(jnp.float32)]
     names = packed.HANDLERS512 if is_wide() else packed.HANDLERS
     result = jax.ShapeDtypeStruct((x_TD.shape[0], outputs), jnp.float32)
     call = jax.ffi.ffi_call(names[kind, dtype.name], result, vmap_method="sequential")
@@ -333,21 +333,20 @@ def _matmul_int4(
     values_NGFC: Array,
     index: int | Array,
     scales_GF: Array,
-    zeros_GF: Array | None,
+    zeros_GF: Array,
     part: int,
 ) -> Array:
     """Computes `matmul_packed` of integers of 4 bits, of which `part` columns are added up at
-    once. x and scales are float32.
+    once, from operands as its handlers have them.
     """
     T, D = x_TD.shape
-    offsets_GF = -scales_GF * (8 if zeros_GF is None else 8 + zeros_GF.astype(jnp.float32))
     blocks = x_TD.reshape(T, -1, 8, len(int4.PLACES)).swapaxes(2, 3)
     factors = jnp.asarray([0.5**place for place in int4.PLACES])[None, None, :, None]
     arranged_TD = (blocks * factors).reshape(T, D)
     shapes = (T, scales_GF.shape[1]), (T, D // part)
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     call = jax.ffi.ffi_call(int4.HANDLER, results, vmap_method="sequential")
-    y_TF, _ = call(arranged_TD, values_NGFC, jnp.asarray(index, jnp.int32), scales_GF, offsets_GF)
+    y_TF, _ = call(arranged_TD, values_NGFC, jnp.asarray(index, jnp.int32), scales_GF, zeros_GF)
     return y_TF
 
 

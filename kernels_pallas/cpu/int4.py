@@ -5,14 +5,14 @@ Values [N, G, F, C] are two in a byte, the first in the lower half, in G groups 
 have scales and zero points. A number of w, (value - zero) * scale, is never made: of a part of a
 group, which has `part_of` so many columns c,
 
-    y += scale * sum_c x_c * (value_c + 8) - scale * (8 + zero) * sum_c x_c
+    y += scale * (sum_c x_c * (value_c + 8) - (8 + zero) * sum_c x_c)
 
 For the first sum, a half of a byte is left where it is among 32 bits, and becomes a float32 which
 is multiplied: three instructions for 8 values. There it counts 2^place times as much (`PLACES`).
 
 x [T, D] is arranged: of 64 columns 0, 8, ... 56 come first, whose values are in the same place,
-then 1, 9, ...; and divided by 2^place. scales and offsets, -scale * (8 + zero), are [G, F]. They
-and y [T, F] are float32, and so are the sums of x [T, D / part], a result beside y.
+then 1, 9, ...; and divided by 2^place. scales and zeros are [G, F], or zeros [0, 0] where there are
+none. All three and y [T, F] are float32, and so are the sums of x [T, D / part], a result beside y.
 
 A sum is in the same order whatever T is: 8 partial sums over a part, added up in pairs, and such
 totals one after the other. With one token, w is read where it lies; with more, 8 outputs of a part
@@ -38,7 +38,7 @@ BLOCK = 64
 PLACES = (0, 4, 8, 12, 16, 20, 24, 24)
 """Halves of bytes begin at these of 32 bits; the last one is moved there, away from the sign."""
 
-MORE = ("scales", "offsets")
+MORE = ("scales", "zeros")
 POINTERS = ("x", "w", "y", "sums", *MORE)
 SIZES = {"T": "num_tokens", "N": "num_outputs", "first": "first_output"}
 SIZES |= {name: name for name in ("D", "F", "C", "part")}
@@ -91,17 +91,39 @@ def _task() -> Function:
     f = Function(f"define internal void @task_int4({', '.join(given)}) noinline")
     panel = f.variable(f"[{matmul.LANES * matmul.DEPTH} x float]", align=64)
     y = f.variable(f"[{TASK_TOKENS * TASK_OUTPUTS} x float]", align=64)
+    has_zeros, none = f.let("icmp ne ptr %zeros, null"), f.variable(FOUR, align=16)
+    f.store(f"{FOUR} zeroinitializer", none, align=16)
+    zeros = f.let(f"select i1 {has_zeros}, ptr %zeros, ptr {none}")
+    zero_width = f.let(f"select i1 {has_zeros}, i64 4, i64 0")
     is_one = f.let("icmp eq i64 %T, 1")
     is_more = f.let(f"xor i1 {is_one}, true")
     with f.each(0, f.mul("%T", 4 * TASK_OUTPUTS), 32) as place:
         f.store(f"{FLOATS} zeroinitializer", y, place, align=32)
     with f.each(0, "%D", "%part") as start:
-        part, w = _part(f, start, panel)
+        group = f.let(f"sdiv i64 {start}, %C")
+        row = f.add(f.mul(group, "%F"), "%first")
+        column = f.sub(start, f.mul(group, "%C"))
+        w = f.at("%w", _bytes(f, f.add(f.mul(row, "%C"), column)))
+        part = _Part(
+            dtype="float32",
+            start=start,
+            depth="%part",
+            panel=panel,
+            y_width=TASK_OUTPUTS,
+            number=f.let(f"sdiv i64 {start}, %part"),
+            scales=f.at("%scales", f.mul(row, 4)),
+            zeros=f.at(zeros, f.mul(row, zero_width)),
+            zero_width=zero_width,
+        )
         with f.where(is_one), f.each(0, "%N", matmul.OUTPUTS) as output:
             _multiply_one(f, part, w, output, y)
         with f.where(is_more), f.each(0, "%N", matmul.LANES) as output:
             _fill(f, f.at(w, f.mul(output, _bytes(f, "%C"))), panel)
-            own = replace(part, **{k: f.at(getattr(part, k), f.mul(output, 4)) for k in MORE})
+            own = replace(
+                part,
+                scales=f.at(part.scales, f.mul(output, 4)),
+                zeros=f.at(part.zeros, f.mul(output, zero_width)),
+            )
             matmul.multiply_all(f, own, f.at(y, f.mul(output, 4)))
     with f.each(0, "%T", 1) as t, f.each(0, "%N", matmul.LANES) as output:
         numbers = f.load(FLOATS, y, f.mul(f.add(f.mul(t, TASK_OUTPUTS), output), 4), align=32)
@@ -110,44 +132,30 @@ def _task() -> Function:
     return f
 
 
-def _part(f: Function, start: str, panel: str) -> tuple[_Part, str]:
-    """Returns what is known of a part, and where its values begin."""
-    group = f.let(f"sdiv i64 {start}, %C")
-    row = f.add(f.mul(group, "%F"), "%first")
-    column = f.sub(start, f.mul(group, "%C"))
-    scales, offsets = (f.at(f"%{name}", f.mul(row, 4)) for name in MORE)
-    number = f.let(f"sdiv i64 {start}, %part")
-    part = _Part(
-        dtype="float32",
-        start=start,
-        depth="%part",
-        panel=panel,
-        y_width=TASK_OUTPUTS,
-        number=number,
-        scales=scales,
-        offsets=offsets,
-    )
-    return part, f.at("%w", _bytes(f, f.add(f.mul(row, "%C"), column)))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part(matmul.Part):
-    """Says also which part of a row it is, and where its scales and offsets are."""
+    """Says also which part of a row it is, and where its scales and zero points are, which are
+    zero_width bytes each: 0 where there are none.
+    """
 
     number: str
     scales: str
-    offsets: str
+    zeros: str
+    zero_width: str
 
     def added(self, f: Function, before: str, found: str, row: str, output: str) -> str:
-        place = f.mul(output, 4)
-        scales, offsets = (f.load(FOUR, x, place, align=4) for x in (self.scales, self.offsets))
+        zeros = f.load(FOUR, self.zeros, f.mul(output, self.zero_width), align=4)
+        eight = f"<{', '.join(['float 8.0'] * 4)}>"
+        offsets = f.let(f"fadd {FOUR} {zeros}, {eight}")
         parts = f.let("sdiv i64 %D, %part")
         of_x = f.load("float", "%sums", f.mul(f.add(f.mul(row, parts), self.number), 4), align=4)
-        one = f.let(f"insertelement {FOUR} poison, float {of_x}, i64 0")
-        four = f.shuffle(FOUR, one, one, [0] * 4)
-        for a, b in ((scales, found), (offsets, four)):
-            before = f.let(f"call {FOUR} @llvm.fma.v4f32({FOUR} {a}, {FOUR} {b}, {FOUR} {before})")
-        return before
+        one = f.let(f"insertelement {FOUR} poison, float {f.let(f'fneg float {of_x}')}, i64 0")
+        found = _fma(f, offsets, f.shuffle(FOUR, one, one, [0] * 4), found)
+        return _fma(f, f.load(FOUR, self.scales, f.mul(output, 4), align=4), found, before)
+
+
+def _fma(f: Function, a: str, b: str, c: str) -> str:
+    return f.let(f"call {FOUR} @llvm.fma.v4f32({FOUR} {a}, {FOUR} {b}, {FOUR} {c})")
 
 
 def _multiply_one(f: Function, part: _Part, w: str, output: str, y: str) -> None:
