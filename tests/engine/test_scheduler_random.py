@@ -7,6 +7,7 @@ therefore changes what a request gets.
 """
 
 import random
+import zlib
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -41,9 +42,14 @@ def after(state: int, token: int) -> int:
     return hash((state, token))
 
 
+def before_all(root: bytes) -> int:
+    """What a sequence begins with: the same in every process, where hash(bytes) is not."""
+    return zlib.crc32(root)
+
+
 def states_of(root: bytes, tokens: list[int]) -> list[int]:
     """What each slot of a sequence holds."""
-    states = [hash(root)]
+    states = [before_all(root)]
     for token in tokens:
         states.append(after(states[-1], token))
     return states[1:]
@@ -54,7 +60,7 @@ def sampled(state: int, seed: int) -> int:
 
 
 def is_end(state: int, seed: int) -> bool:
-    return hash((state, seed, "end")) % 50 == 0
+    return hash((state, seed, -2)) % 50 == 0
 
 
 def alone(request: Request) -> list[int]:
@@ -397,7 +403,7 @@ class Traffic:
 
     def store(self, request: Request, position: int) -> int:
         """Writes the token's slots; returns what they hold."""
-        sequence, before = self.sequences[request], hash(request.hold.chain.root)
+        sequence, before = self.sequences[request], before_all(request.hold.chain.root)
         if position:
             slots, at = self.slots_of(request, position - 1)[0]
             before = slots[at]
@@ -480,7 +486,7 @@ class Traffic:
         hold, sequence, size = request.hold, self.sequences[request], self.config.block_size
         length, states = min(length, len(sequence.tokens) - 1), sequence.states
         while len(states) < length:
-            before = states[-1] if states else hash(hold.chain.root)
+            before = states[-1] if states else before_all(hold.chain.root)
             states.append(after(before, sequence.tokens[len(states)]))
         for part in hold.parts:
             if part.window:  # all that the next query sees is there, and not more than may be
