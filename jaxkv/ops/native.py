@@ -303,7 +303,7 @@ def matmul_packed(
 ) -> Array:
     """Computes x @ w.T, [T, F] float32, with x and w in `dtype`, where w is (what the values
     [index] stand for - zeros) * scales. The bits of a row do not depend on T. Integers of 4 bits
-    are not rounded to `dtype` where `kernels_pallas.cpu.int4` multiplies.
+    are not rounded to `dtype` where `kernels_pallas.cpu.int4` multiplies, and x is to 16 bits.
 
     scales_GF: None where there are none, nor zeros. table: what values of 4 bits stand for, [16].
     """
@@ -315,7 +315,7 @@ def matmul_packed(
     if zeros_GF is None:
         zeros_GF = jnp.zeros((0, 0))
     scales_GF, zeros_GF = scales_GF.astype(jnp.float32), zeros_GF.astype(jnp.float32)
-    if kind == "int4" and table is None and not is_wide():
+    if kind == "int4" and table is None and not is_wide() and dtype != jnp.float32:
         part = int4.part_of(x_TD.shape[1] // groups)
         if part is not None:
             return _matmul_int4(x_TD, values_NGFC, index, scales_GF, zeros_GF, part)
@@ -340,13 +340,10 @@ def _matmul_int4(
     once, from operands as its handlers have them.
     """
     T, D = x_TD.shape
-    blocks = x_TD.reshape(T, -1, 8, len(int4.PLACES)).swapaxes(2, 3)
-    factors = jnp.asarray([0.5**place for place in int4.PLACES])[None, None, :, None]
-    arranged_TD = (blocks * factors).reshape(T, D)
-    shapes = (T, scales_GF.shape[1]), (T, D // part)
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    shapes = ((T, scales_GF.shape[1]), "float32"), ((T, D), "int16"), ((T, D // part, 2), "float32")
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     call = jax.ffi.ffi_call(int4.HANDLER, results, vmap_method="sequential")
-    y_TF, _ = call(arranged_TD, values_NGFC, jnp.asarray(index, jnp.int32), scales_GF, zeros_GF)
+    y_TF, *_ = call(x_TD, values_NGFC, jnp.asarray(index, jnp.int32), scales_GF, zeros_GF)
     return y_TF
 
 

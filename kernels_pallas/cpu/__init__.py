@@ -27,7 +27,7 @@ WRITTEN: dict[str, tuple[Mapping[Any, str], Callable[[], list[Function]]]] = {
 
 MORE = {
     "matmul512": matmul512.DECLARED,
-    "packed": packed.DECLARED,
+    "packed": (*packed.DECLARED, *int4.DECLARED),
     "packed512": packed.DECLARED512,
     "attention512": chunk.DECLARED,
 }

@@ -112,15 +112,12 @@ def tile(header: str, add: Callable[[Function, str, str, str, str], None]) -> Fu
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Says which columns of a tile are multiplied, and in which panel [LANES, DEPTH] they are.
-    y_width: numbers of y in a row of it.
-    """
+    """Says which columns of a tile are multiplied, and in which panel [LANES, DEPTH] they are."""
 
     dtype: str
     start: str
     depth: str
     panel: str | None
-    y_width: int = LANES
 
     def row(self, f: Function, number: object) -> str:
         """Returns where a row of w begins."""
@@ -142,10 +139,6 @@ class Part:
         if self.dtype == "float32":
             return f.load(FLOATS, row, f.mul(column, 4), align=4)
         return of_bfloat16(f, row, f.mul(column, 2))
-
-    def added(self, f: Function, before: str, found: str, row: str, output: str) -> str:
-        """Adds a row's totals for OUTPUTS outputs to what is there."""
-        return f.let(f"fadd {FOUR} {before}, {found}")
 
 
 def _fill(f: Function, panel: str, part: Part) -> None:
@@ -191,33 +184,13 @@ def _multiply(f: Function, part: Part, rows: Sequence[str], output: str, y: str)
                     f.store(f"{FLOATS} {added}", of_row[i], align=32)
     found = totals(f, [[f.load(FLOATS, place, align=32) for place in of_row] for of_row in sums])
     for row, four in zip(rows, found, strict=True):
-        place = f.mul(f.add(f.mul(row, part.y_width), output), 4)
-        added = part.added(f, f.load(FOUR, y, place, align=16), four, row, output)
-        f.store(f"{FOUR} {added}", y, place, align=16)
+        add_totals(f, four, f.at(y, f.mul(f.add(f.mul(row, LANES), output), 4)))
 
 
-class OneToken:
-    """Holds the sums of the one token's products with OUTPUTS rows of w."""
-
-    def __init__(self, f: Function) -> None:
-        self.f = f
-        self.sums = [f.variable(FLOATS, align=32) for _ in range(OUTPUTS)]
-        for place in self.sums:
-            f.do(f"store {FLOATS} zeroinitializer, ptr {place}, align 32")
-
-    def add(self, output: int, x: Sequence[str], w: Sequence[str]) -> None:
-        """Adds products of vectors of x with those of a row of w."""
-        f, place = self.f, self.sums[output]
-        for number, weights in zip(x, w, strict=True):
-            added = f.fma(weights, number, f.load(FLOATS, place, align=32))
-            f.store(f"{FLOATS} {added}", place, align=32)
-
-    def finish(self, part: Part, output: str, y: str) -> None:
-        """Adds the totals to y, for outputs from this one on."""
-        f, place = self.f, self.f.mul(output, 4)
-        (found,) = totals(f, [[f.load(FLOATS, one, align=32) for one in self.sums]])
-        added = part.added(f, f.load(FOUR, y, place, align=16), found, "0", output)
-        f.store(f"{FOUR} {added}", y, place, align=16)
+def add_totals(f: Function, totals: str, y: str) -> None:
+    """Adds totals of OUTPUTS outputs to what is there."""
+    added = f.let(f"fadd {FOUR} {f.load(FOUR, y, align=16)}, {totals}")
+    f.store(f"{FOUR} {added}", y, align=16)
 
 
 def _tile_int8() -> Function:

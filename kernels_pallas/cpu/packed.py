@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kernels_pallas.cpu import matmul, matmul512
-from kernels_pallas.cpu.function import FLOATS, SIXTEEN, Function, blocks, integers
+from kernels_pallas.cpu.function import FLOATS, SIXTEEN, Function, blocks, integers, totals
 from kernels_pallas.cpu.products import UNSIGNED, UNSIGNED_HALVES, Operands, kernel
 
 BITS = {"int4": 4, "int8": 8, "float8_e4m3fn": 8}
@@ -168,14 +168,19 @@ def _tile(form: Form) -> Function:
 
 def _multiply_one(form: Form, f: Function, part: matmul.Part, output: str, y: str) -> None:
     """Adds the products of the one token with OUTPUTS rows of w to y."""
-    product, x = matmul.OneToken(f), f.at("%x", f.mul(part.start, 4))
-    row = f.add("%first", output)
+    x, row = f.at("%x", f.mul(part.start, 4)), f.add("%first", output)
+    sums = [f.variable(FLOATS, align=32) for _ in range(matmul.OUTPUTS)]
+    for place in sums:
+        f.store(f"{FLOATS} zeroinitializer", place, align=32)
     with _pieces(form, f, row, matmul.OUTPUTS, part.start, part.depth) as (column, rows):
         place = f.at(x, f.mul(column, 4))
         numbers = [f.load(FLOATS, place, 4 * j, align=4) for j in range(0, COLUMNS, 8)]
-        for i, read in enumerate(rows):
-            product.add(i, numbers, read())
-    product.finish(part, output, y)
+        for to, read in zip(sums, rows, strict=True):
+            for number, weights in zip(numbers, read(), strict=True):
+                added = f.fma(weights, number, f.load(FLOATS, to, align=32))
+                f.store(f"{FLOATS} {added}", to, align=32)
+    (found,) = totals(f, [[f.load(FLOATS, place, align=32) for place in sums]])
+    matmul.add_totals(f, found, f.at(y, f.mul(output, 4)))
 
 
 def _tile512(form: Form) -> Function:

@@ -48,9 +48,9 @@ def kernel(
     prepare: Callable[[Function, Mapping[str, str]], None] | None = None,
 ) -> Kernel:
     """Returns the handler of this name. multiply: writes what multiplies outputs of tokens: x and
-    y are addresses of the first ones, `num_tokens` and `num_outputs` says how many, and
-    `first_output` which outputs of w. C is the columns of a group. prepare: writes what is done
-    once before.
+    y are addresses of the first ones, whose numbers are `first_token` and `first_output`, and
+    `num_tokens` and `num_outputs` says how many. C is the columns of a group. prepare: writes what
+    is done once before.
     """
     numbers, addresses = (
         ("blocks", "T", "used", "D", "F", "C"),
@@ -152,6 +152,7 @@ def _do(
     part = {
         "x": f.at(known["x"], f.mul(f.mul(first_token, D), operands.x_bytes)),
         "y": y,
+        "first_token": first_token,
         "first_output": first,
         "num_tokens": num_tokens,
         "num_outputs": num_outputs,

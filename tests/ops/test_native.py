@@ -229,6 +229,7 @@ PACKED = [
     (7, 1, 48, 2080, "pairs", {}),
     (7, 1, 48, 2080, "int8", {}),
     (7, 2, 48, 1024, "pairs", {"zeros": True}),
+    (130, 2, 48, 192, "pairs", {"zeros": True}),
     (1, 3, 48, 64, "int4", {"zeros": True}),
     (2, 3, 32, 32, "pairs", {"zeros": True}),
     (2, 3, 32, 32, "int8", {"zeros": True}),
@@ -238,11 +239,20 @@ PACKED = [
 ]
 
 
-def has_integers_of_4_bits(packed):
-    """Tells whether no number of w is made, and so none is rounded."""
-    columns = packed.leaf.shape[-1] * (2 if packed.leaf.dtype == jnp.uint8 else 1)
+def part_of(packed, kernel):
+    """Returns how many columns `kernels_pallas.cpu.int4` adds up at once; None if it is not its."""
     is_4 = packed.leaf.dtype in (jnp.uint8, jnp.int4) and packed.tables is None
-    return is_4 and int4.part_of(columns) is not None
+    if kernel is not matmul256 or not is_4 or packed.dtype == jnp.float32:
+        return None
+    return int4.part_of(packed.leaf.shape[-1] * (2 if packed.leaf.dtype == jnp.uint8 else 1))
+
+
+def in_steps(x, part):
+    """Rounds each part of a row to a multiple of 2^-14 of its largest number's power of two."""
+    x_TPC = np.asarray(x, np.float64).reshape(len(x), -1, part)
+    _, exponents = np.frexp(np.abs(x_TPC).max(axis=-1, keepdims=True))
+    steps = 2.0 ** (exponents - 15)
+    return (np.rint(x_TPC / steps) * steps).reshape(len(x), -1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -257,14 +267,26 @@ def test_packed_weights_are_multiplied_as_the_numbers_they_stand_for(
     product = jax.jit(lambda x: linear(x, packed))
     y = product(x)
 
-    if kernel is matmul256 and has_integers_of_4_bits(packed):
-        exact_x, exact_w = np.asarray(x, np.float64), w_FD * after[:, None]
+    if part := part_of(packed, kernel):
+        exact_x, exact_w = in_steps(x, part), w_FD * after[:, None]
         error = np.abs(y - exact_x @ exact_w.T) / (np.abs(exact_x) @ np.abs(exact_w.T))
-        assert error.max() < 1e-6  # float32 sums of up to 2,048 products
+        assert error.max() < 1e-6  # what float32 makes of exact sums of a part
     else:
         plain = jax.jit(native.matmul)(x, jnp.asarray(w_FD, jnp.float32).astype(dtype)[None], 0)
         np.testing.assert_array_equal(y, np.asarray(plain) * after)
     np.testing.assert_array_equal(y[-1:], product(x[-1:]))
+
+
+def test_infinities_and_tiny_numbers_stay_in_their_rows_of_whole_numbers(kernel):
+    packed, w_FD, after = packed_of("pairs", 2, 32, 64, jnp.bfloat16, zeros=True)
+    x = np.array(random((5, 128), jnp.bfloat16))
+    x[0, 3], x[1, 70], x[2, :64], x[3] = np.inf, np.nan, 1e-38, 1e30
+
+    y = np.asarray(jax.jit(lambda x: linear(x, packed))(x))
+
+    assert not np.isfinite(y[:2]).any()
+    expected = np.asarray(x[2:], np.float64) @ (w_FD * after[:, None]).T
+    np.testing.assert_allclose(y[2:], expected, rtol=0.02, atol=0.1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
