@@ -308,7 +308,6 @@ def matmul_packed(
     scales_GF: None where there are none, nor zeros. table: what values of 4 bits stand for, [16].
     """
     make_all()
-    x_TD = _multiplied_as(x_TD, dtype)
     kind, (_, groups, outputs, _) = _kind(values_NGFC.dtype), values_NGFC.shape
     if scales_GF is None:
         scales_GF = jnp.ones((groups, outputs) if kind == "int4" else (0, 0))
@@ -319,6 +318,7 @@ def matmul_packed(
         part = int4.part_of(x_TD.shape[1] // groups)
         if part is not None:
             return _matmul_int4(x_TD, values_NGFC, index, scales_GF, zeros_GF, part)
+    x_TD = _multiplied_as(x_TD, dtype)
     if table is None:
         table = jnp.asarray([*range(8), *range(-8, 0)])
     more = [scales_GF, zeros_GF, table.astype(jnp.float32)]
@@ -337,13 +337,14 @@ def _matmul_int4(
     part: int,
 ) -> Array:
     """Computes `matmul_packed` of integers of 4 bits, of which `part` columns are added up at
-    once, from operands as its handlers have them.
+    once, with scales and zero points as its handlers have them.
     """
     T, D = x_TD.shape
     shapes = ((T, scales_GF.shape[1]), "float32"), ((T, D), "int16"), ((T, D // part, 2), "float32")
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     call = jax.ffi.ffi_call(int4.HANDLER, results, vmap_method="sequential")
-    y_TF, *_ = call(x_TD, values_NGFC, jnp.asarray(index, jnp.int32), scales_GF, zeros_GF)
+    index, x_TD = jnp.asarray(index, jnp.int32), x_TD.astype(jnp.float32)
+    y_TF, _, _ = call(x_TD, values_NGFC, index, scales_GF, zeros_GF)
     return y_TF
 
 

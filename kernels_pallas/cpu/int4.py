@@ -234,7 +234,7 @@ def _multiply(f: Function, part: _Part, rows: Sequence[str], output: str) -> Non
     offsets = f.let(f"fsub {FOUR} <{', '.join(['float -8.0'] * 4)}>, {zeros}")
     scales = f.load(FOUR, part.scales, f.mul(output, 4), align=4)
     parts = f.let("sdiv i64 %D, %part")
-    for row, *sums in zip(rows, *of_output, strict=True):
+    for row, sums in zip(rows, zip(*of_output, strict=True), strict=True):
         (found,) = totals(f, [sums], whole=True)
         found = f.let(f"sitofp <4 x i32> {found} to {FOUR}")
         of_x = f.at("%steps", f.mul(f.add(f.mul(row, parts), part.number), 8))
