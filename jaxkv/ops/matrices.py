@@ -280,16 +280,39 @@ def _dot_packed(x_TD: Array, w: Packed) -> Array:
     """Multiplies with numbers that a CPU makes of the values where it multiplies with them. They
     are those of `Packed.dot`.
     """
-    values_NGFC, number = _flattened(w.leaf, w.layer, 3)
-    scale_GF = w._of_layer(w.scales, *w._whole)
-    zero_GF = None if w.zeros is None else w._of_layer(w.zeros, *w._whole)
-    table = None if w.tables is None else w.tables[w.layer]
-    dot = partial(native.matmul_packed, x_TD, values_NGFC, number, dtype=w.dtype)
-    if zero_GF is None and w.num_groups == 1:
-        y_TF = dot(None, None, table) * scale_GF.astype(jnp.float32)
+    # One scale for all of a row is multiplied with what comes out.
+    is_scaled = w.zeros is not None or w.num_groups > 1
+    if w.tables is None and native.takes_int4(w.leaf.dtype, w.group, w.dtype):
+        y_TF = _dot_int4(x_TD, w, is_scaled)
     else:
-        y_TF = dot(scale_GF if table is not None else scale_GF.astype(w.dtype), zero_GF, table)
+        y_TF = _dot_numbers(x_TD, w, is_scaled)
+    if not is_scaled:
+        y_TF = y_TF * w._of_layer(w.scales, *w._whole).astype(jnp.float32)
     return y_TF if w.factors is None else y_TF * w.factors[w.layer]
+
+
+def _dot_int4(x_TD: Array, w: Packed, is_scaled: bool) -> Array:
+    """Multiplies with integers of 4 bits, and scales and zero points, where they lie."""
+    values_NGFC, number = _flattened(w.leaf, w.layer, 3)
+    zeros_NGF = None if w.zeros is None else _flattened(w.zeros, w.layer)[0]
+    if not is_scaled:
+        scales_NGF = jnp.ones((1, w.num_groups, w.num_rows), w.dtype)
+    elif w.scales.dtype == w.dtype:
+        scales_NGF, _ = _flattened(w.scales, w.layer)
+    else:
+        scales_NGF = w._of_layer(w.scales, *w._whole).astype(w.dtype)[None]
+    return native.matmul_int4(x_TD, values_NGFC, number, scales_NGF, zeros_NGF)
+
+
+def _dot_numbers(x_TD: Array, w: Packed, is_scaled: bool) -> Array:
+    """Multiplies with the numbers that values stand for."""
+    values_NGFC, number = _flattened(w.leaf, w.layer, 3)
+    table = None if w.tables is None else w.tables[w.layer]
+    zero_GF = None if w.zeros is None else w._of_layer(w.zeros, *w._whole)
+    scale_GF = w._of_layer(w.scales, *w._whole) if is_scaled else None
+    if scale_GF is not None and table is None:
+        scale_GF = scale_GF.astype(w.dtype)
+    return native.matmul_packed(x_TD, values_NGFC, number, scale_GF, zero_GF, table, w.dtype)
 
 
 @_dot_packed.defjvp

@@ -302,49 +302,58 @@ def matmul_packed(
     dtype: np.dtype,
 ) -> Array:
     """Computes x @ w.T, [T, F] float32, with x and w in `dtype`, where w is (what the values
-    [index] stand for - zeros) * scales. The bits of a row do not depend on T. Integers of 4 bits
-    are not rounded to `dtype` where `kernels_pallas.cpu.int4` multiplies, and x is to 16 bits.
+    [index] stand for - zeros) * scales. The bits of a row do not depend on T.
 
     scales_GF: None where there are none, nor zeros. table: what values of 4 bits stand for, [16].
     """
     make_all()
+    x_TD = _multiplied_as(x_TD, dtype)
     kind, (_, groups, outputs, _) = _kind(values_NGFC.dtype), values_NGFC.shape
     if scales_GF is None:
         scales_GF = jnp.ones((groups, outputs) if kind == "int4" else (0, 0))
     if zeros_GF is None:
         zeros_GF = jnp.zeros((0, 0))
-    scales_GF, zeros_GF = scales_GF.astype(jnp.float32), zeros_GF.astype(jnp.float32)
-    if kind == "int4" and table is None and not is_wide() and dtype != jnp.float32:
-        part = int4.part_of(x_TD.shape[1] // groups)
-        if part is not None:
-            return _matmul_int4(x_TD, values_NGFC, index, scales_GF, zeros_GF, part)
-    x_TD = _multiplied_as(x_TD, dtype)
     if table is None:
         table = jnp.asarray([*range(8), *range(-8, 0)])
-    more = [scales_GF, zeros_GF, table.astype(jnp.float32)]
+    more = [x.astype(jnp.float32)[None] for x in (scales_GF, zeros_GF, table[None])]
     names = packed.HANDLERS512 if is_wide() else packed.HANDLERS
     result = jax.ShapeDtypeStruct((x_TD.shape[0], outputs), jnp.float32)
     call = jax.ffi.ffi_call(names[kind, dtype.name], result, vmap_method="sequential")
     return call(x_TD, values_NGFC, jnp.asarray(index, jnp.int32), *more)
 
 
-def _matmul_int4(
+def takes_int4(kind: np.dtype, columns: int, dtype: np.dtype) -> bool:
+    """Tells whether `matmul_int4` multiplies with matrices of values of this kind that stand for
+    numbers of a dtype, with groups of so many columns, where `takes_packed` does.
+    """
+    is_other = _kind(kind) != "int4" or dtype == jnp.float32
+    return not is_other and not is_wide() and int4.part_of(columns) is not None
+
+
+def matmul_int4(
     x_TD: Array,
     values_NGFC: Array,
     index: int | Array,
-    scales_GF: Array,
-    zeros_GF: Array,
-    part: int,
+    scales_NGF: Array,
+    zeros_NGF: Array | None,
 ) -> Array:
-    """Computes `matmul_packed` of integers of 4 bits, of which `part` columns are added up at
-    once, with scales and zero points as its handlers have them.
+    """Computes x @ w[index].T, [T, F] float32, where w is (values - zeros) * scales, and x is
+    rounded to 16 bits (`kernels_pallas.cpu.int4`). The bits of a row do not depend on T.
+
+    scales_NGF: bfloat16, as zeros of int8 of all matrices or, with an N of 1, of the one [index].
     """
-    T, D = x_TD.shape
-    shapes = ((T, scales_GF.shape[1]), "float32"), ((T, D), "int16"), ((T, D // part, 2), "float32")
+    make_all()
+    (T, D), (_, groups, outputs, _) = x_TD.shape, values_NGFC.shape
+    part = int4.part_of(D // groups)
+    if part is None:
+        raise ValueError(f"groups: expected columns that `takes_int4`, got {D // groups}")
+    shapes = ((T, outputs), "float32"), ((T, D), "int16"), ((T, D // part, 2), "float32")
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     call = jax.ffi.ffi_call(int4.HANDLER, results, vmap_method="sequential")
+    if zeros_NGF is None:
+        zeros_NGF = jnp.zeros((1, 0, 0), jnp.int8)
     index, x_TD = jnp.asarray(index, jnp.int32), x_TD.astype(jnp.float32)
-    y_TF, _, _ = call(x_TD, values_NGFC, index, scales_GF, zeros_GF)
+    y_TF, _, _ = call(x_TD, values_NGFC, index, scales_NGF, zeros_NGF)
     return y_TF
 
 

@@ -15,8 +15,8 @@ gives NaN.
 
 q [T, D / 64, 4, 16] int16 is a result beside y. Of 64 columns, 0, 4, ... 60 come first, whose
 values are in the same place of 16 bits of w, then 1, 5, ... Another result has what belongs to a
-part, [T, D / part, 2]: its step, and the sum of q. These, x, y [T, F], and scales and zeros [G, F],
-or zeros [0, 0] where there are none, are float32.
+part, [T, D / part, 2]: its step, and the sum of q, float32 as x and y [T, F] are. scales [N, G, F]
+are bfloat16 and zeros int8, or [1, G, F] for any index, or zeros [1, 0, 0] where there are none.
 
 A task goes over a part of all of its outputs before the next part: these lie side by side in
 memory.
@@ -56,7 +56,7 @@ OUTPUTS, ROWS = 4, (4, 2, 1)
 fours as there are, then less.
 """
 
-MORE = ("scales", "zeros")
+MORE = {"scales": 2, "zeros": 1}
 POINTERS = ("x", "w", "y", "q", "steps", *MORE)
 SIZES = {"T": "num_tokens", "N": "num_outputs", "first": "first_output"}
 SIZES |= {name: name for name in ("D", "F", "C", "part")}
@@ -174,10 +174,10 @@ def _task() -> Function:
     given = [*(f"ptr %{name}" for name in POINTERS), *(f"i64 %{name}" for name in SIZES)]
     f = Function(f"define internal void @task_int4({', '.join(given)}) noinline")
     y = f.variable(f"[{TASK_TOKENS * TASK_OUTPUTS} x float]", align=64)
-    has_zeros, none = f.let("icmp ne ptr %zeros, null"), f.variable(FOUR, align=16)
-    f.store(f"{FOUR} zeroinitializer", none, align=16)
+    has_zeros, none = f.let("icmp ne ptr %zeros, null"), f.variable("<4 x i8>")
+    f.store("<4 x i8> zeroinitializer", none)
     zeros = f.let(f"select i1 {has_zeros}, ptr %zeros, ptr {none}")
-    zero_width = f.let(f"select i1 {has_zeros}, i64 4, i64 0")
+    zero_width = f.let(f"zext i1 {has_zeros} to i64")
     with f.each(0, f.mul("%T", 4 * TASK_OUTPUTS), 32) as place:
         f.store(f"{FLOATS} zeroinitializer", y, place, align=32)
     with f.each(0, "%D", "%part") as start:
@@ -187,7 +187,7 @@ def _task() -> Function:
             later=_place(f, f.add(start, "%part"))[1],
             start=start,
             number=f.let(f"sdiv i64 {start}, %part"),
-            scales=f.at("%scales", f.mul(row, 4)),
+            scales=f.at("%scales", f.mul(row, MORE["scales"])),
             zeros=f.at(zeros, f.mul(row, zero_width)),
             zero_width=zero_width,
             y=y,
@@ -230,9 +230,13 @@ def _multiply(f: Function, part: _Part, rows: Sequence[str], output: str) -> Non
     """Adds the products of rows of x with OUTPUTS rows of w to y."""
     q = [f.at("%q", f.mul(f.add(f.mul(row, "%D"), part.start), 2)) for row in rows]
     of_output = [_sums(f, part, q, f.add(output, i)) for i in range(OUTPUTS)]
-    zeros = f.load(FOUR, part.zeros, f.mul(output, part.zero_width), align=4)
+    zeros = f.load("<4 x i8>", part.zeros, f.mul(output, part.zero_width), align=1)
+    zeros = f.let(f"sitofp <4 x i8> {zeros} to {FOUR}")
     offsets = f.let(f"fsub {FOUR} <{', '.join(['float -8.0'] * 4)}>, {zeros}")
-    scales = f.load(FOUR, part.scales, f.mul(output, 4), align=4)
+    scales = f.load("<4 x i16>", part.scales, f.mul(output, MORE["scales"]), align=2)
+    scales = f.let(f"zext <4 x i16> {scales} to <4 x i32>")
+    scales = f.let(f"shl <4 x i32> {scales}, {integers([16] * 4)}")
+    scales = f.let(f"bitcast <4 x i32> {scales} to {FOUR}")
     parts = f.let("sdiv i64 %D, %part")
     for row, sums in zip(rows, zip(*of_output, strict=True), strict=True):
         (found,) = totals(f, [sums], whole=True)

@@ -3,9 +3,9 @@ x @ w[index].T.
 
 Values [N, G, F, D / G] are of 4 bits, two in a byte with the first in the lower half, int8 or
 float8_e4m3fn; a group's columns are a multiple of `COLUMNS`, F of 16. Those of 4 bits stand for the
-16 numbers of `table`. What they stand for, less the zero point of the group, times its scale is a
-number of w, rounded to the dtype of x: scales and zeros [G, F], or [0, 0] where there are no zero
-points, of the matrix that the index says. All three are float32.
+16 numbers of `table` [1, 1, 16]. What they stand for, less the zero point of the group, times its
+scale is a number of w, rounded to the dtype of x: scales and zeros [1, G, F], or [1, 0, 0] where
+there are none, of the matrix that the index says, or of all [N, G, F]. All three are float32.
 
 Some rows of w are written as those numbers to a panel in the first-level cache, and multiplied from
 there as `matmul` and `matmul512` do, with the same sums. A vector of 16 numbers is the table of 4
@@ -88,7 +88,7 @@ class Form:
             x_bytes=2 if is_short else 4,
             w_bits=BITS[self.kind],
             counted=UNSIGNED_HALVES if is_short else UNSIGNED,
-            more=ADDRESSES[3:],
+            more=dict.fromkeys(ADDRESSES[3:], 4),
             in_groups=True,
         )
 

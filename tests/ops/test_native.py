@@ -214,6 +214,8 @@ def packed_of(kind, groups, rows, columns, dtype, *, zeros=False, table=False, f
         own = scales[1, 2] if table else np.asarray(jnp.asarray(scales[1, 2], dtype))
         numbers *= own.astype(np.float64)[..., None]
     leaf = in_pairs(values) if kind == "pairs" else jnp.asarray(values, kind)
+    if kind == "pairs" and not table and (groups > 1 or zeros):
+        scales = np.asarray(jnp.asarray(scales, dtype))  # as the loader has those of its own
     arrays = [
         None if x is None else jnp.asarray(x) for x in (leaf, scales, points, tables, factors)
     ]
