@@ -28,6 +28,7 @@ from jaxkv.kv.state import PagedKV, Store, choosing, empty_store
 from jaxkv.models.families import Layout
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
+from jaxkv.ops import native
 from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, Xla, choose_backend
 from jaxkv.placement import TENSOR, Placement, kv_parts, place
 from jaxkv.programs.compiled import Programs
@@ -533,12 +534,15 @@ def _check_speculation(blueprint: Blueprint) -> None:
 
 
 def auto_dtype(platform: str) -> str:
-    """Returns bfloat16, except on a CPU without instructions for it, where float32 is faster."""
+    """Returns bfloat16, except where XLA multiplies on a CPU without instructions for it: float32
+    is faster there.
+    """
     if platform != "cpu":
         return "bfloat16"
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
-    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+    has_bfloat16 = "avx512_bf16" in flags or "amx_bf16" in flags
+    return "bfloat16" if has_bfloat16 or native.matmul_unused_because() is None else "float32"
 
 
 def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> EngineConfig:

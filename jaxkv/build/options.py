@@ -214,8 +214,8 @@ class EngineOptions:
     )
     dtype: str = option(
         "auto",
-        "auto, bfloat16 or float32; auto is bfloat16 unless this CPU has no instructions for it, "
-        "and in a directory made by `jaxkv convert` what that stores",
+        "auto, bfloat16 or float32; auto is bfloat16 unless XLA multiplies on a CPU that has no "
+        "instructions for it, and in a directory made by `jaxkv convert` what that stores",
         check=one_of("auto", "bfloat16", "float32"),
         commands=ENGINES + TARGETS,
     )

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from jaxkv import LLM
+from jaxkv.build import blueprint
 from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.options import EngineOptions
 from jaxkv.models.families import ConfigReader, read_family
@@ -102,3 +104,12 @@ def test_a_blueprint_needs_neither_weights_nor_devices(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             LLM(tmp_path, **SMALL | wrong)
+
+
+def test_what_multiplies_says_which_dtype_a_cpu_has_by_itself(monkeypatch):
+    monkeypatch.setattr(blueprint, "Path", lambda _: SimpleNamespace(is_file=lambda: False))
+    reasons = {None: "bfloat16", "llvmlite is not installed": "float32"}
+    for reason, dtype in reasons.items():
+        monkeypatch.setattr(blueprint.native, "matmul_unused_because", lambda reason=reason: reason)
+        assert blueprint.auto_dtype("cpu") == dtype
+        assert blueprint.auto_dtype("tpu") == "bfloat16"
