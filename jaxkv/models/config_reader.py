@@ -47,11 +47,13 @@ class ConfigReader:
         value = self.values.get(name)
         return default if value is None else value
 
-    def size(self, key: str, default: int | None = None, *, at_most: int = MAX_SIZE) -> int:
-        """Reads a whole number from 1 to `at_most`."""
+    def size(
+        self, key: str, default: int | None = None, *, at_least: int = 1, at_most: int = MAX_SIZE
+    ) -> int:
+        """Reads a whole number from `at_least` to `at_most`."""
         value = self.get(key, default)
-        if not is_int(value) or not 1 <= value <= at_most:
-            raise self.fail(key, f"a whole number from 1 to {at_most}")
+        if not is_int(value) or not at_least <= value <= at_most:
+            raise self.fail(key, f"a whole number from {at_least} to {at_most}")
         return value
 
     @property
@@ -104,9 +106,11 @@ class ConfigReader:
             raise self.fail(key, f"a list of {count} numbers")
         return tuple(ConfigReader({key: one}, self.where).number(key) for one in given)
 
-    def kinds(self, key: str, count: int, known: Sequence[str]) -> list[str]:
+    def kinds(
+        self, key: str, count: int, known: Sequence[str], default: list[str] | None = None
+    ) -> list[str]:
         """Reads a list of so many of the known texts."""
-        given = self.get(key)
+        given = self.get(key, default)
         known = sorted(known)
         if (
             not isinstance(given, list)
@@ -114,6 +118,22 @@ class ConfigReader:
             or not all(isinstance(one, str) and one in known for one in given)
         ):
             raise self.fail(key, f"a list of {count} out of {known}")
+        return given
+
+    def whole_numbers(
+        self,
+        key: str,
+        default: list[int] | None = None,
+        *,
+        at_least: int = 0,
+        at_most: int = MAX_SIZE,
+    ) -> list[int]:
+        """Reads a list of whole numbers from `at_least` to `at_most`."""
+        given = self.get(key, default)
+        if not isinstance(given, list) or not all(
+            is_int(one) and at_least <= one <= at_most for one in given
+        ):
+            raise self.fail(key, f"a list of whole numbers from {at_least} to {at_most}")
         return given
 
     def choice(self, key: str, default: str | None, known: Collection[str]) -> str:

@@ -13,9 +13,10 @@ from jaxkv.axes import Array
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
-from jaxkv.placement import Placement, num_parts_of_columns
+from jaxkv.placement import Placement
 from jaxkv.weights.load import (
     aligned_empty,
+    asked_packing,
     check_below,
     dtypes_of,
     is_finite,
@@ -24,8 +25,7 @@ from jaxkv.weights.load import (
     put_plain,
     quantise_layers,
 )
-from jaxkv.weights.packing import packing_for
-from jaxkv.weights.tree import LAYERS, TreeLeaf, is_matrix, make_tree, tree_leaves
+from jaxkv.weights.tree import LAYERS, TreeLeaf, make_tree, tree_leaves
 
 BITS = np.dtype(np.uint16)
 
@@ -66,22 +66,20 @@ def take_weights(
         if leaf.path in arrays or leaf.one.same_as is None
     ]
     _check(arrays, leaves, spec.family)
+    num_devices = 1 if placement is None else placement.size
 
     def put_one(leaf: TreeLeaf) -> dict[str, Array]:
         given, to = arrays[leaf.path], leaf.kept_as(dtype)
         given = given.view(jnp.bfloat16) if given.dtype == BITS else given
-        is_packed = quantization is not None and is_matrix(leaf)
-        host = aligned_empty(leaf.shape, np.dtype(np.float32) if is_packed else to)
+        packing = asked_packing(leaf, quantization, num_devices, dtype)
+        host = aligned_empty(leaf.shape, to if packing is None else np.dtype(np.float32))
         with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is named below
             host[...] = given
         if check:
             check_below(f"weights: {leaf.path}", given, leaf.one.info.below)
         if check and not is_finite(host):
             raise CheckpointError(f"weights: {leaf.path}: expected finite values as {to.name}")
-        if is_packed and quantization is not None:
-            num_devices = 1 if placement is None else placement.size
-            parts = num_parts_of_columns(leaf.one, num_devices)
-            packing = packing_for(quantization, leaf.shape[-1], parts, dtype=dtype)
+        if packing is not None:
             return put_packed(quantise_layers(host, packing), leaf, placement)
         return put_plain(host, leaf, placement, as_bits=as_bits)
 

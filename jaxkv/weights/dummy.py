@@ -16,6 +16,7 @@ from jaxkv.models.quantisation import Quantisation
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement, num_parts_of_columns
 from jaxkv.weights.formats import FP4, expected_packing
+from jaxkv.weights.load import asked_packing
 from jaxkv.weights.packing import (
     FACTOR,
     LARGEST,
@@ -56,9 +57,8 @@ def leaf_arrays(
     elif is_matrix(leaf) and stored is not None:
         parts = num_parts_of_columns(leaf.one, num_parts)
         packing = expected_packing(leaf.one, stored, num_parts=parts, dtype=dtype)
-    elif is_matrix(leaf) and quantization is not None:
-        parts = num_parts_of_columns(leaf.one, num_parts)
-        packing = packing_for(quantization, leaf.shape[-1], parts, dtype=dtype)
+    else:
+        packing = asked_packing(leaf, quantization, num_parts, dtype)
     if packing is None:
         return {"": (shape, leaf.kept_as(dtype))}
     return packing.arrays(shape, in_pairs=in_pairs)

@@ -253,14 +253,22 @@ def _packing(
     checkpoint: Tensors, leaf: TreeLeaf, quantization: str | None, num_parts: int, dtype: str
 ) -> Packing | None:
     """Returns what the leaf is to be kept in, None for the dtype of the model."""
-    if not is_matrix(leaf):
-        return None
-    parts = num_parts_of_columns(leaf.one, num_parts)
-    if quantization is not None:
-        return packing_for(quantization, leaf.shape[-1], parts, dtype=dtype)
-    if isinstance(checkpoint, Dequantised):
+    if isinstance(checkpoint, Dequantised) and quantization is None and is_matrix(leaf):
+        parts = num_parts_of_columns(leaf.one, num_parts)
         return checkpoint.packing(leaf.sources, leaf.one.part, parts, dtype)
-    return None
+    return asked_packing(leaf, quantization, num_parts, dtype)
+
+
+def asked_packing(
+    leaf: TreeLeaf, quantization: str | None, num_devices: int, dtype: str
+) -> Packing | None:
+    """Returns what a leaf is kept in where weights are quantised as they are loaded; None where it
+    stays in the dtype of the model.
+    """
+    if quantization is None or not is_matrix(leaf):
+        return None
+    parts = num_parts_of_columns(leaf.one, num_devices)
+    return packing_for(quantization, leaf.shape[-1], parts, dtype=dtype)
 
 
 def _packed(

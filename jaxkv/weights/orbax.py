@@ -35,10 +35,11 @@ from jaxkv.axes import Array
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
-from jaxkv.placement import Placement, num_parts_of_columns
+from jaxkv.placement import Placement
 from jaxkv.weights.formats import KEPT
 from jaxkv.weights.load import (
     aligned_empty,
+    asked_packing,
     load_weights,
     progress,
     put_packed,
@@ -54,7 +55,6 @@ from jaxkv.weights.packing import (
     ZEROS,
     Packing,
     in_pairs,
-    packing_for,
 )
 from jaxkv.weights.tree import TreeLeaf, is_matrix, make_tree, tree_leaves
 
@@ -236,15 +236,14 @@ def load_converted(
         if len(parts) > 1:
             packed = {end: read(x, x.dtype) for end, x in parts.items()}
             return put_packed(packed, leaf, placement)
-        if quantization is not None and is_matrix(leaf):
-            num_devices = 1 if placement is None else placement.size
-            num_parts = num_parts_of_columns(leaf.one, num_devices)
-            packing = packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
+        packing = asked_packing(leaf, quantization, num_devices, dtype)
+        if packing is not None:
             host = read(parts[""], np.dtype(np.float32))
             return put_packed(quantise_layers(host, packing), leaf, placement)
         host = read(parts[""], leaf.kept_as(dtype))
         return put_plain(host, leaf, placement, as_bits=as_bits)
 
+    num_devices = 1 if placement is None else placement.size
     with progress([leaf for leaf, _ in arrays], jnp.dtype(dtype)) as told:
         return make_tree((leaf, load(leaf, parts)) for leaf, parts in arrays)
 

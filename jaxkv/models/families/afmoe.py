@@ -9,9 +9,9 @@ from dataclasses import replace
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     QK_NORMED,
-    QKV,
     SLIDING,
     Layout,
+    attn_biased,
     leaf,
     read_decoder,
     read_kinds,
@@ -45,7 +45,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = read_decoder(
         config,
         names=NAMES,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=kinds,
         ropes=[rope if kind == SLIDING else None for kind in kinds],
         scales=Scales(embed=hidden**0.5 if config.flag("mup_enabled", False) else 1.0),

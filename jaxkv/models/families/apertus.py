@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QK_NORMED, QKV, Layout, leaf, read_decoder
+from jaxkv.models.families.base import QK_NORMED, Layout, attn_biased, leaf, read_decoder
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.layers import XIELU
 
@@ -16,7 +16,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     names = replace(
         QK_NORMED, attn_norm="attention_layernorm", mlp_norm="feedforward_layernorm", gate=None
     )
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    biased = attn_biased(config)
     spec, layout = read_decoder(config, names=names, biased=biased, activations=(XIELU,))
     shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
     activation = {

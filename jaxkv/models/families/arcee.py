@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
+from jaxkv.models.families.base import Layout, Names, attn_biased, mlp_biased, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
-    biased += ("up", "down") * config.flag("mlp_bias", False)
+    biased = attn_biased(config) + mlp_biased(config)
     return read_decoder(config, names=Names(gate=None), biased=biased)

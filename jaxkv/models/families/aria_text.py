@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, read_decoder
+from jaxkv.models.families.base import Layout, attn_biased, read_decoder
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
 from jaxkv.models.spec import ModelSpec
 
@@ -32,7 +32,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     spec, layout = read_decoder(
         config,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         activations=("silu",),  # that of experts, whatever the shared ones have
         experts=experts.leaves,
         router=read_router(config, count, used="moe_topk", of_chosen=True),

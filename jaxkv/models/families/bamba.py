@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import MLP, QKV, Layout, Names, read_decoder
+from jaxkv.models.families.base import Layout, Names, attn_biased, mlp_biased, read_decoder
 from jaxkv.models.families.hybrid import with_mixer
 from jaxkv.models.families.ssm import read_bamba_mixer
 from jaxkv.models.spec import ModelSpec
@@ -20,13 +19,9 @@ NAMES = Names(
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.num_layers
-    full = config.get("attn_layer_indices", [])
-    known = isinstance(full, list) and all(is_int(one) and 0 <= one < num_layers for one in full)
-    if not known:
-        raise config.fail("attn_layer_indices", f"a list of layers below {num_layers}")
+    full = config.whole_numbers("attn_layer_indices", [], at_least=0, at_most=num_layers - 1)
     mixer, leaves = read_bamba_mixer(config, f"{NAMES.layer}mamba.", norm_eps=1e-5)
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
-    biased += MLP * config.flag("mlp_bias", False)
+    biased = attn_biased(config) + mlp_biased(config)
     # transformers rotates half of each head whatever the config says.
     half = config.replaced(partial_rotary_factor=0.5)
     return with_mixer(

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxkv.axes import ArrayInfo
-from jaxkv.config import is_int
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.quantisation import Quantisation
 from jaxkv.models.rope_config import extended_len, read_rope
@@ -177,6 +176,16 @@ POST_NORMED = Names(
 QKV, MLP = ("q", "k", "v"), ("gate", "up", "down")
 
 
+def attn_biased(config: ConfigReader, *, default: bool = False) -> tuple[str, ...]:
+    """Lists the leaves of attention that have a bias: all or none, as `attention_bias` says."""
+    return (*QKV, "o") if config.flag("attention_bias", default) else ()
+
+
+def mlp_biased(config: ConfigReader, *, default: bool = False) -> tuple[str, ...]:
+    """Lists the leaves of an MLP that have a bias: all or none, as `mlp_bias` says."""
+    return MLP if config.flag("mlp_bias", default) else ()
+
+
 def read_decoder(
     config: ConfigReader,
     *,
@@ -312,10 +321,9 @@ def read_kinds(config: ConfigReader, *, every: int = 0, first_full: bool = False
     """Reads `layer_types`; without it every so many layers, the last of them (or the first), have
     full attention, and all others a window. every: 0 for none.
     """
-    if config.get("layer_types") is not None:
-        return config.kinds("layer_types", config.num_layers, (FULL, SLIDING))
-    place, numbers = 0 if first_full else every - 1, range(config.num_layers)
-    return [FULL if every and i % every == place else SLIDING for i in numbers]
+    num_layers, place = config.num_layers, 0 if first_full else every - 1
+    otherwise = [FULL if every and i % every == place else SLIDING for i in range(num_layers)]
+    return config.kinds("layer_types", num_layers, (FULL, SLIDING), otherwise)
 
 
 def mistral_kinds(config: ConfigReader) -> list[str]:
@@ -343,10 +351,7 @@ def qwen_kinds(config: ConfigReader) -> list[str]:
 
 def max_window_layers(config: ConfigReader) -> int:
     """Reads Qwen's key for the layer where windows begin, or end: 0 is the first one."""
-    value = config.get("max_window_layers", 28)
-    if not is_int(value) or value < 0:
-        raise config.fail("max_window_layers", "a whole number >= 0")
-    return value
+    return config.size("max_window_layers", 28, at_least=0)
 
 
 def _windows(

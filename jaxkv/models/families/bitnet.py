@@ -5,12 +5,12 @@ squared ReLU as the gate. Source: arXiv 2504.12285, section 2.
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, leaf, read_decoder
+from jaxkv.models.families.base import Layout, attn_biased, leaf, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    spec, layout = read_decoder(config, biased=(*QKV, "o") * config.flag("attention_bias", False))
+    spec, layout = read_decoder(config, biased=attn_biased(config))
     width, layer = spec.num_heads * spec.head_dim, "model.layers.{layer}."
     if width != spec.hidden_size:
         raise config.fail("head_dim", f"hidden_size={spec.hidden_size} / num_attention_heads")

@@ -7,19 +7,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
+from jaxkv.models.families.base import Layout, Names, attn_biased, read_decoder
 from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
     names = Names(mlp_norm=None)
     if config.flag("use_qk_norm", False):
         names = replace(names, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
     return read_decoder(
         config,
         names=names,
-        biased=biased,
+        biased=attn_biased(config),
         interleaved=True,
         eps="layer_norm_eps",
         norm="layer",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, QKV, SLIDING, Layout, Names, read_decoder
+from jaxkv.models.families.base import FULL, SLIDING, Layout, Names, attn_biased, read_decoder
 from jaxkv.models.families.experts import (
     MAX_EXPERTS,
     Experts,
@@ -31,7 +31,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config.replaced(intermediate_size=config.size("prefix_dense_intermediate_size", width)),
         names=Names(mlp_norm=None),
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=kinds,
         ropes=[rope if kind == SLIDING or i in rotated else None for i, kind in enumerate(kinds)],
         eps="rms_norm_eps" if is_rms else "layer_norm_eps",

@@ -5,19 +5,18 @@ layer, which may rotate nothing; for text alone. Source: transformers' cohere_co
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, QKV, Layout, Names, read_decoder, read_kinds
+from jaxkv.models.families.base import FULL, SLIDING, Layout, Names, attn_biased, read_decoder
 from jaxkv.models.rope_config import read_layer_ropes
 from jaxkv.models.spec import ModelSpec, RopeSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    kinds = [FULL] * config.num_layers
-    if config.get("layer_types") is not None:
-        kinds = read_kinds(config)
+    num_layers = config.num_layers
+    kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING), [FULL] * num_layers)
     return read_decoder(
         config,
         names=Names(mlp_norm=None),
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=kinds,
         ropes=_ropes(config, kinds),
         eps="layer_norm_eps",

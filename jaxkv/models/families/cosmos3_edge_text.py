@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
+from jaxkv.models.families.base import Layout, Names, attn_biased, mlp_biased, read_decoder
 from jaxkv.models.families.qwen3_vl_text import COSMOS, OF_PICTURES
 from jaxkv.models.spec import ModelSpec
 
@@ -16,8 +16,7 @@ MLP = ((r"\.mlp\.up_proj\.", ".mlp.fc1."), (r"\.mlp\.down_proj\.", ".mlp.fc2."))
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
-    biased += ("up", "down") * config.flag("mlp_bias", False)
+    biased = attn_biased(config) + mlp_biased(config)
     spec, layout = read_decoder(
         config,
         names=Names(gate=None, up="mlp.fc1", down="mlp.fc2"),

@@ -98,9 +98,7 @@ def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
 def _mlp_kinds(config: ConfigReader, num_layers: int) -> list[str]:
     if config.get("mlp_layer_types") is not None:
         return config.kinds("mlp_layer_types", num_layers, (HASHED, ROUTED))
-    num_hashed = config.get("num_hash_layers", 3)
-    if num_hashed != 0:
-        num_hashed = config.size("num_hash_layers", 3)
+    num_hashed = config.size("num_hash_layers", 3, at_least=0)
     return [HASHED if i < num_hashed else ROUTED for i in range(num_layers)]
 
 

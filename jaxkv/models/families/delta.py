@@ -27,9 +27,8 @@ def read_linear_layers(config: ConfigReader, *, every: int) -> list[int]:
     every so many.
     """
     num_layers = config.num_layers
-    kinds = [FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
-    if config.get("layer_types") is not None:
-        kinds = config.kinds("layer_types", num_layers, (FULL, LINEAR))
+    otherwise = [FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
+    kinds = config.kinds("layer_types", num_layers, (FULL, LINEAR), otherwise)
     return [layer for layer, kind in enumerate(kinds) if kind == LINEAR]
 
 
@@ -40,9 +39,7 @@ def read_gated_delta(config: ConfigReader, *, norm_eps: float) -> GatedDelta:
     if num_heads % key_heads:
         expected = f"a multiple of linear_num_key_heads={key_heads}"
         raise config.fail("linear_num_value_heads", expected)
-    kernel = config.size("linear_conv_kernel_dim", at_most=MAX_KERNEL)
-    if kernel < 2:
-        raise config.fail("linear_conv_kernel_dim", f"a whole number from 2 to {MAX_KERNEL}")
+    kernel = config.size("linear_conv_kernel_dim", at_least=2, at_most=MAX_KERNEL)
     return GatedDelta(
         num_key_heads=key_heads,
         num_heads=num_heads,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QK_NORMED, QKV, Layout, qwen_kinds, read_decoder
+from jaxkv.models.families.base import QK_NORMED, Layout, attn_biased, qwen_kinds, read_decoder
 from jaxkv.models.families.experts import first_dense, read_grouped
 from jaxkv.models.spec import ModelSpec
 
@@ -14,7 +14,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
         names=QK_NORMED,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=qwen_kinds(config),
         experts=experts.leaves,
         is_dense=first_dense(config),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import MLP, QKV, Layout, Names, read_decoder
+from jaxkv.models.families.base import Layout, Names, attn_biased, mlp_biased, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 NAMES = Names(
@@ -30,6 +30,5 @@ OWN = {
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     named = {theirs: config.get(own) for own, theirs in OWN.items() if config.get(own) is not None}
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
-    biased += MLP * config.flag("mlp_bias", False)
+    biased = attn_biased(config) + mlp_biased(config)
     return read_decoder(config.replaced(**named), names=NAMES, biased=biased)

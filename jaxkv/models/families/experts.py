@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import Leaf, Part, leaf
 from jaxkv.ops.experts import Router
@@ -186,18 +185,14 @@ def qwen_dense(config: ConfigReader) -> list[int]:
     """Lists the layers without experts, as Qwen's configs say it: `mlp_only_layers`, and all but
     every `decoder_sparse_step`th.
     """
-    step, listed = config.size("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    if not isinstance(listed, list) or not all(is_int(layer) for layer in listed):
-        raise config.fail("mlp_only_layers", "a list of layers")
+    step = config.size("decoder_sparse_step", 1)
+    listed = config.whole_numbers("mlp_only_layers", [])
     return [i for i in range(config.num_layers) if i in listed or (i + 1) % step]
 
 
 def first_dense(config: ConfigReader, key: str = "first_k_dense_replace") -> range:
     """Reads how many layers from the first on have no experts."""
-    given, num_layers = config.get(key, 0), config.num_layers
-    if not is_int(given) or not 0 <= given <= num_layers:
-        raise config.fail(key, f"a number of the {num_layers} layers")
-    return range(given)
+    return range(config.size(key, 0, at_least=0, at_most=config.num_layers))
 
 
 def listed_dense(config: ConfigReader, otherwise: Collection[int] = ()) -> Collection[int]:
@@ -214,8 +209,7 @@ def read_grouped(config: ConfigReader) -> tuple[Experts, Router]:
     """
     count = config.size("n_routed_experts", at_most=MAX_EXPERTS)
     width = config.size("moe_intermediate_size")
-    has_shared = config.get("n_shared_experts") not in (None, 0)
-    num_shared = config.size("n_shared_experts") if has_shared else 0
+    num_shared = config.size("n_shared_experts", 0, at_least=0)
     groups = config.size("n_group", 1)
     if count % groups or count // groups < 2:
         raise config.fail("n_group", f"groups of two or more of the {count} experts")

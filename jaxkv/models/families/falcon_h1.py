@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.bamba import NAMES
-from jaxkv.models.families.base import MLP, QKV, Layout, read_decoder
+from jaxkv.models.families.base import QKV, Layout, mlp_biased, read_decoder
 from jaxkv.models.families.hybrid import with_mixer
 from jaxkv.models.families.ssm import mamba2_leaves, read_mamba2
 from jaxkv.models.recurrent.mamba2 import PROJECTED
@@ -20,7 +20,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     if has_biases and (into, out) != (1.0, 1.0):
         raise config.fail("attention_bias", "false, because attention has multipliers (not built)")
     gate, down = _factors(config, "mlp_multipliers", 2)
-    biased = (*QKV, "o") * has_biases + MLP * config.flag("mlp_bias", False)
+    biased = (*QKV, "o") * has_biases + mlp_biased(config)
     spec, _ = read = read_decoder(
         config,
         names=NAMES,

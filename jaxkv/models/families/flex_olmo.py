@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import POST_NORMED, QKV, Layout, read_decoder
+from jaxkv.models.families.base import POST_NORMED, Layout, attn_biased, read_decoder
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
 from jaxkv.models.spec import AttentionSpec, ModelSpec
 
@@ -14,7 +14,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
         names=POST_NORMED,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         attention=AttentionSpec(qk_norm="whole"),
         experts=Experts(count=count, width=config.size("intermediate_size")).leaves,
         router=read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised),

@@ -10,9 +10,9 @@ from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
     QK_NORMED,
-    QKV,
     SLIDING,
     Layout,
+    attn_biased,
     leaf,
     read_decoder,
 )
@@ -35,7 +35,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = read_decoder(
         config,
         names=QK_NORMED,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=kinds,
         ropes=[rope if kind == SLIDING else None for kind in kinds],
         attention=AttentionSpec(has_sinks=True),
@@ -58,7 +58,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 def _kinds(config: ConfigReader) -> list[str]:
     """Reads each layer's kind; without a list the first two, every fourth and the last see all."""
     num_layers = config.num_layers
-    if config.get("layer_types") is not None:
-        return config.kinds("layer_types", num_layers, (FULL, SLIDING))
     full = [i < 2 or i % 4 == 1 or i == num_layers - 1 for i in range(num_layers)]
-    return [FULL if one else SLIDING for one in full]
+    otherwise = [FULL if one else SLIDING for one in full]
+    return config.kinds("layer_types", num_layers, (FULL, SLIDING), otherwise)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, read_decoder
+from jaxkv.models.families.base import Layout, attn_biased, read_decoder
 from jaxkv.models.spec import ModelSpec, Scales
 
 
@@ -14,10 +14,9 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     # hidden_activation says so, which transformers does not read.
     if config.get("hidden_act") == "gelu":
         config = config.replaced(hidden_act="gelu_pytorch_tanh")
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
     return read_decoder(
         config,
-        biased=biased,
+        biased=attn_biased(config),
         norm="rms_one",
         scales=Scales(embed=config.size("hidden_size") ** 0.5, embed_is_rounded=True),
     )

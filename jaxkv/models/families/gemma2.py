@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, SANDWICH, Layout, read_decoder, read_kinds
+from jaxkv.models.families.base import SANDWICH, Layout, attn_biased, read_decoder, read_kinds
 from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
 
 
@@ -16,7 +16,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
         names=SANDWICH,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=read_kinds(config, every=2),
         **scales(config),
     )

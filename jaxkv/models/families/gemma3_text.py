@@ -9,10 +9,10 @@ from dataclasses import replace
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
-    QKV,
     SANDWICH,
     SLIDING,
     Layout,
+    attn_biased,
     read_decoder,
     read_kinds,
 )
@@ -29,7 +29,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
         names=replace(SANDWICH, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=kinds,
         ropes=read_window_ropes(
             config, kinds, theta=1e6, local=config.number("rope_local_base_freq", 1e4)

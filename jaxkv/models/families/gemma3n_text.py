@@ -14,16 +14,23 @@ from jaxkv.config import is_int
 from jaxkv.models.altup import JOIN, ROUTER, SPREAD
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
-    QKV,
     Layout,
     Leaf,
+    attn_biased,
     leaf,
     read_decoder,
     read_forms,
     read_kinds,
 )
 from jaxkv.models.families.gemma3_text import read_window_ropes
-from jaxkv.models.families.gemma4_text import NAMES, own_inputs, read_sources, unused_keys
+from jaxkv.models.families.gemma4_text import (
+    NAMES,
+    OF_KEYS,
+    own_inputs,
+    read_sources,
+    unused_keys,
+    with_sources,
+)
 from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
 
 MAX_STREAMS = 64
@@ -49,18 +56,9 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         Form(source != layer, widths[layer], cutoffs[layer]) for layer, source in enumerate(sources)
     ]
     spec, layout = read_forms(forms, lambda form: _read_form(config, form, kinds))
-    groups = (
-        replace(group, layers=tuple(layer for layer in group.layers if sources[layer] == layer))
-        for group in spec.groups
-    )
     listed = tuple(form.cutoff for form in dict.fromkeys(forms))
-    has_shared = any(form.is_shared for form in forms)
-    spec = replace(
-        spec,
-        groups=tuple(groups),
-        attention=replace(spec.attention, kv_sources=sources if has_shared else ()),
-        scales=replace(spec.scales, gate_cutoffs=listed if any(cutoffs) else ()),
-    )
+    scales = replace(spec.scales, gate_cutoffs=listed if any(cutoffs) else ())
+    spec = replace(with_sources(spec, sources), scales=scales)
     own_top, own_layer = own_inputs(config, num_layers)
     streams_top, streams_layer = _streams(config)
     own_layer |= streams_layer | _laurel(config)
@@ -80,7 +78,7 @@ def _read_form(config: ConfigReader, form: Form, kinds: list[str]) -> tuple[Mode
     spec, layout = read_decoder(
         config.replaced(intermediate_size=form.width),
         names=NAMES,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=kinds,
         ropes=read_window_ropes(
             config, kinds, theta=1e6, local=config.number("rope_local_base_freq", 1e4)
@@ -94,7 +92,7 @@ def _read_form(config: ConfigReader, form: Form, kinds: list[str]) -> tuple[Mode
         unit_norms=("v_norm",),
         attention=AttentionSpec(scale=1.0),
     )
-    left_out = ("k", "k_bias", "k_norm", "v", "v_bias") if form.is_shared else ()
+    left_out = OF_KEYS if form.is_shared else ()
     leaves = {name: one for name, one in layout.layers[0].items() if name not in left_out}
     return spec, replace(layout, layers=(leaves,))
 
@@ -128,9 +126,7 @@ def _cutoffs(config: ConfigReader, num_layers: int) -> Sequence[float | None]:
 def _streams(config: ConfigReader) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
     """Lists the tensors that make streams and join them, and those of a layer that weigh them."""
     hidden, layer = config.size("hidden_size"), "model.layers.{layer}.altup."
-    count = config.size("altup_num_inputs", at_most=MAX_STREAMS)
-    if count == 1:
-        raise config.fail("altup_num_inputs", "2 or more")
+    count = config.size("altup_num_inputs", at_least=2, at_most=MAX_STREAMS)
     top = {
         name.format(i + 1): leaf(f"model.{source}.{i}.weight", (hidden, hidden), (None, "model"))
         for name, source in ((SPREAD, "altup_projections"), (JOIN, "altup_unembed_projections"))

@@ -11,10 +11,10 @@ from typing import Any
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
-    QKV,
     SANDWICH,
     Layout,
     Leaf,
+    attn_biased,
     leaf,
     read_decoder,
     read_forms,
@@ -24,6 +24,9 @@ from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
 from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec, Scales
 from jaxkv.ops.experts import Router
+
+OF_KEYS = ("k", "k_bias", "k_norm", "v", "v_bias")
+"""Leaves that layers which attend to another's keys and values do not have."""
 
 NAMES = replace(SANDWICH, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 
@@ -42,14 +45,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     width = config.get("hidden_size_per_layer_input") or 0
     own_top, own_layer = own_inputs(config, config.num_layers) if width else ({}, {})
     own_layer["scalar"] = leaf("model.layers.{layer}.layer_scalar", (1,), (None,))
-    has_shared = any(source != layer for layer, source in enumerate(sources))
-    groups = (
-        replace(group, layers=tuple(layer for layer in group.layers if sources[layer] == layer))
-        for group in spec.groups
-    )
-    attention = replace(spec.attention, kv_sources=sources if has_shared else ())
-    spec = replace(spec, groups=tuple(groups), attention=attention)
-    return spec, replace(
+    return with_sources(spec, sources), replace(
         layout.in_each_layer(**own_layer),
         top={**layout.top, **own_top},
         # transformers drops what shared layers would have.
@@ -75,7 +71,7 @@ def _read_form(
             intermediate_size=2 * width if is_wide else width,
         ),
         names=NAMES,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=[kind] * len(kinds),
         ropes=[_rope(config, kind)] * len(kinds),
         activation="hidden_activation",
@@ -90,7 +86,7 @@ def _read_form(
     )
     left_out: tuple[str, ...] = ()
     if is_shared:
-        left_out = ("k", "k_bias", "k_norm", "v", "v_bias")
+        left_out = OF_KEYS
     elif kind == FULL and config.flag("attention_k_eq_v", False):
         left_out = ("v", "v_bias")
     leaves = {name: one for name, one in layout.layers[0].items() if name not in left_out}
@@ -155,13 +151,23 @@ def read_sources(config: ConfigReader, kinds: Sequence[str]) -> tuple[int, ...]:
     """Returns for each layer the one whose keys and values it attends to: the last ones share those
     of the last layer of their kind that has its own.
     """
-    key = "num_kv_shared_layers"
-    num_shared = 0 if config.get(key) in (None, 0) else config.size(key)
+    num_shared = config.size("num_kv_shared_layers", 0, at_least=0)
     own = kinds[: len(kinds) - num_shared]
     if set(own) != set(kinds):
         raise config.fail("num_kv_shared_layers", "a layer of each kind that has its own")
     last = {kind: layer for layer, kind in enumerate(own)}
     return tuple(layer if layer < len(own) else last[kind] for layer, kind in enumerate(kinds))
+
+
+def with_sources(spec: ModelSpec, sources: tuple[int, ...]) -> ModelSpec:
+    """Returns the model with keys and values in those layers only that attend to their own."""
+    groups = (
+        replace(group, layers=tuple(layer for layer in group.layers if sources[layer] == layer))
+        for group in spec.groups
+    )
+    has_shared = sources != tuple(range(spec.num_layers))
+    attention = replace(spec.attention, kv_sources=sources if has_shared else ())
+    return replace(spec, groups=tuple(groups), attention=attention)
 
 
 def _rope(config: ConfigReader, kind: str) -> RopeSpec:

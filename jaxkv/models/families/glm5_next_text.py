@@ -85,7 +85,6 @@ def _least_decay(config: ConfigReader) -> float:
 
 
 def _linear_layers(config: ConfigReader, num_layers: int) -> list[int]:
-    kinds = [LINEAR if layer % 4 != 3 else FULL for layer in range(num_layers)]
-    if config.get("layer_types") is not None:
-        kinds = config.kinds("layer_types", num_layers, (LINEAR, *INDEXED))
+    otherwise = [LINEAR if layer % 4 != 3 else FULL for layer in range(num_layers)]
+    kinds = config.kinds("layer_types", num_layers, (LINEAR, *INDEXED), otherwise)
     return [layer for layer, kind in enumerate(kinds) if kind == LINEAR]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
+from jaxkv.models.families.base import Layout, Names, attn_biased, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 NAMES = Names(
@@ -32,7 +32,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config.replaced(num_key_value_heads=None),
         partly=True,
         names=NAMES,
-        biased=biased + (*QKV, "o") * config.flag("attention_bias", True),
+        biased=biased + attn_biased(config, default=True),
         fused_by_head=True,
         eps="layer_norm_eps",
         norm="layer",

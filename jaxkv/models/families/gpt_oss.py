@@ -7,7 +7,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, Leaf, Part, leaf, read_decoder, read_kinds
+from jaxkv.models.families.base import (
+    Layout,
+    Leaf,
+    Part,
+    attn_biased,
+    leaf,
+    read_decoder,
+    read_kinds,
+)
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
 from jaxkv.models.spec import AttentionSpec, ModelSpec
 from jaxkv.ops.layers import CLAMPED
@@ -21,7 +29,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     width, hidden = config.size("intermediate_size"), config.size("hidden_size")
     spec, layout = read_decoder(
         config,
-        biased=(*QKV, "o") * config.flag("attention_bias", True),
+        biased=attn_biased(config, default=True),
         kinds=read_kinds(config, every=2),
         attention=AttentionSpec(has_sinks=True),
         experts=Experts(count=count, width=width, router="mlp.router").leaves,

@@ -8,7 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import MLP, QKV, Layout, leaf, read_decoder, read_kinds
+from jaxkv.models.families.base import (
+    Layout,
+    attn_biased,
+    leaf,
+    mlp_biased,
+    read_decoder,
+    read_kinds,
+)
 from jaxkv.models.families.granite import scales
 from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec
@@ -16,8 +23,7 @@ from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec
 
 def read(config: ConfigReader, **more: Any) -> tuple[ModelSpec, Layout]:
     """Reads the model, or one that is alike but for what `more` says."""
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
-    biased += MLP * config.flag("mlp_bias", False)
+    biased = attn_biased(config) + mlp_biased(config)
     spec, layout = read_decoder(
         config,
         biased=biased,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, read_decoder
+from jaxkv.models.families.base import Layout, attn_biased, read_decoder
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
 from jaxkv.models.families.granite import scales
 from jaxkv.models.spec import AttentionSpec, ModelSpec
@@ -13,7 +13,7 @@ def read(config: ConfigReader, *, experts: Experts | None = None) -> tuple[Model
     experts = experts or read_experts(config)
     return read_decoder(
         config,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0)),
         scales=scales(config),
         experts=experts.leaves,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, LLAMA, QKV, Layout, read_decoder
+from jaxkv.models.families.base import FULL, LLAMA, Layout, attn_biased, read_decoder
 from jaxkv.models.families.delta import LINEAR
 from jaxkv.models.families.experts import read_router
 from jaxkv.models.families.granite import scales
@@ -47,7 +47,7 @@ def _read_decoder(config: ConfigReader, num_layers: int) -> tuple[ModelSpec, Lay
     return read_decoder(
         config,
         names=names,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         ropes=ropes,
         attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0)),
         scales=scales(config),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
+from jaxkv.models.families.base import Layout, Names, attn_biased, read_decoder
 from jaxkv.models.rope_config import rope_section
 from jaxkv.models.spec import AttentionSpec, ModelSpec
 
@@ -15,7 +15,7 @@ def read(config: ConfigReader, **more: Any) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         _with_alpha(config),
         names=Names(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         attention=AttentionSpec(norm_after_rope=True),
         **more,
     )

@@ -5,7 +5,7 @@ tencent/Hy3-preview.
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QK_NORMED, QKV, Layout, read_decoder
+from jaxkv.models.families.base import QK_NORMED, Layout, attn_biased, read_decoder
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, listed_dense, read_router
 from jaxkv.models.spec import ModelSpec
 
@@ -25,7 +25,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
         names=QK_NORMED,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         experts=experts.leaves,
         is_dense=listed_dense(config, (0,)),
         router=read_router(

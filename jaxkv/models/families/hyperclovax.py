@@ -5,13 +5,12 @@ arXiv 2506.22403.
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import MLP, QKV, Layout, Names, read_decoder
+from jaxkv.models.families.base import Layout, Names, attn_biased, mlp_biased, read_decoder
 from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
-    biased += MLP * config.flag("mlp_bias", False)
+    biased = attn_biased(config) + mlp_biased(config)
     after = Names(post_attn_norm="post_norm1", post_mlp_norm="post_norm2")
     return read_decoder(
         config,

@@ -5,14 +5,14 @@ inceptionai/Jais-2-8B-Chat.
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
+from jaxkv.models.families.base import Layout, Names, attn_biased, mlp_biased, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased: tuple[str, ...] = ("attn_norm", "mlp_norm", "norm")
-    biased += (*QKV, "o") * config.flag("attention_bias", True)
-    biased += ("up", "down") * config.flag("mlp_bias", True)
+    biased += attn_biased(config, default=True)
+    biased += mlp_biased(config, default=True)
     return read_decoder(
         config,
         names=Names(gate=None),

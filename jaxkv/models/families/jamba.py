@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.bamba import NAMES
 from jaxkv.models.families.base import Layout, read_decoder
@@ -55,7 +54,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 def _every(config: ConfigReader, key: str, num_layers: int) -> list[int]:
     """Lists the layers of a period, from its offset on."""
-    period, offset = config.size(f"{key}_period"), config.get(f"{key}_offset", 0)
-    if not is_int(offset) or not 0 <= offset < period:
-        raise config.fail(f"{key}_offset", f"a whole number below {key}_period={period}")
+    period = config.size(f"{key}_period")
+    offset = config.size(f"{key}_offset", 0, at_least=0, at_most=period - 1)
     return list(range(offset, num_layers, period))

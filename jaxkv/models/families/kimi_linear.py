@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, Layout, Leaf, Part, leaf
 from jaxkv.models.families.delta import (
@@ -16,14 +15,13 @@ from jaxkv.models.families.delta import (
     low_rank_leaves,
     read_kimi_delta,
 )
-from jaxkv.models.families.experts import first_dense, read_grouped
+from jaxkv.models.families.experts import first_dense, listed_dense, read_grouped
 from jaxkv.models.families.hybrid import with_mixer
 from jaxkv.models.families.latent import read_latent
 from jaxkv.models.recurrent import GatedDelta
 from jaxkv.models.spec import ModelSpec
 
 PREFIX = "model.layers.{layer}.self_attn."
-DENSE, SPARSE = "dense", "sparse"
 RENAMED = {
     "max_position_embeddings": "model_max_length",
     "n_group": "num_expert_group",
@@ -38,13 +36,14 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config = config.renamed(**RENAMED)
     config.refuse("mla_use_nope", True)
     experts, router = read_grouped(config)
+    dense = first_dense(config.with_defaults({"first_k_dense_replace": 1}))
     found = read_latent(
         config,
         rotates=False,
         activations=CONV_ACTIVATIONS,
         experts=replace(experts, gate="w1", up="w3", down="w2").leaves,
         router=router,
-        is_dense=_dense_layers(config),
+        is_dense=listed_dense(config, dense),
     )
     mixer = read_kimi_delta(config)
     leaves = _leaves(mixer, found[0].hidden_size)
@@ -56,31 +55,16 @@ def _linear_layers(config: ConfigReader) -> list[int]:
     """Lists the layers with delta attention: by `layer_types`, or by published configs' own lists,
     which count from 1.
     """
-    num_layers, own = _num_layers(config), config.section("linear_attn_config")
+    num_layers, own = config.num_layers, config.section("linear_attn_config")
     if config.get("layer_types") is not None:
         kinds = config.kinds("layer_types", num_layers, (FULL, LINEAR))
         linear = [layer for layer, kind in enumerate(kinds) if kind == LINEAR]
     elif own.get("kda_layers") is not None:
-        listed = own.get("kda_layers")
-        if not isinstance(listed, list) or not all(
-            is_int(one) and 1 <= one <= num_layers for one in listed
-        ):
-            raise own.fail("kda_layers", f"a list of layers from 1 to {num_layers}")
+        listed = own.whole_numbers("kda_layers", at_least=1, at_most=num_layers)
         linear = [one - 1 for one in listed]
     else:
         linear = [layer for layer in range(num_layers) if not layer or layer % 4]
     return linear
-
-
-def _dense_layers(config: ConfigReader) -> list[int]:
-    if config.get("mlp_layer_types") is None:
-        return list(first_dense(config.with_defaults({"first_k_dense_replace": 1})))
-    kinds = config.kinds("mlp_layer_types", _num_layers(config), (DENSE, SPARSE))
-    return [layer for layer, kind in enumerate(kinds) if kind == DENSE]
-
-
-def _num_layers(config: ConfigReader) -> int:
-    return config.num_layers
 
 
 def _leaves(mixer: GatedDelta, hidden: int) -> dict[str, Leaf]:

@@ -10,9 +10,9 @@ from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
     QK_NORMED,
-    QKV,
     SLIDING,
     Layout,
+    attn_biased,
     leaf,
     read_decoder,
     read_forms,
@@ -35,9 +35,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.num_layers
     heads = _heads(config, num_layers)
     config.refuse("moe_apply_router_weight_on_input", False)
-    kinds = [FULL] * num_layers
-    if config.get("layer_types") is not None:
-        kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING))
+    kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING), [FULL] * num_layers)
     dense = listed_dense(config, [0])
     forms = [(kind, layer not in dense, heads[layer]) for layer, kind in enumerate(kinds)]
     return read_forms(forms, lambda form: _read_form(config, form, num_layers))
@@ -73,7 +71,7 @@ def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[Model
     spec, layout = read_decoder(
         config,
         names=QK_NORMED,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=[kind] * num_layers,
         ropes=[_rope(config, kind)] * num_layers,
         attention=AttentionSpec(gate="softplus"),

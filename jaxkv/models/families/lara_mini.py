@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, QK_NORMED, QKV, SLIDING, Layout, read_decoder
+from jaxkv.models.families.base import FULL, QK_NORMED, SLIDING, Layout, attn_biased, read_decoder
 from jaxkv.models.families.delta import (
     CONV_ACTIVATIONS,
     LINEAR,
@@ -40,7 +40,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         # No layer is dense, and configs say nothing of how wide one would be.
         config.replaced(intermediate_size=config.size("moe_intermediate_size")),
         names=QK_NORMED,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=[FULL if kind == LINEAR else kind for kind in kinds],
         ropes=[rope if kind == SLIDING else None for kind in kinds],
         activations=CONV_ACTIVATIONS,
@@ -63,6 +63,5 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 def _kinds(config: ConfigReader) -> list[str]:
     num_layers = config.num_layers
-    if config.get("layer_types") is None:
-        return [PERIOD[layer % len(PERIOD)] for layer in range(num_layers)]
-    return config.kinds("layer_types", num_layers, (LINEAR, SLIDING, FULL))
+    otherwise = [PERIOD[layer % len(PERIOD)] for layer in range(num_layers)]
+    return config.kinds("layer_types", num_layers, (LINEAR, SLIDING, FULL), otherwise)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import FULL, Layout, Leaf, Names, Part, leaf, read_decoder
 from jaxkv.models.families.hybrid import rows_of, with_mixer
@@ -46,9 +45,7 @@ def read_convolutions(
     config: ConfigReader, layers: Sequence[int], **more: Any
 ) -> tuple[ModelSpec, Layout]:
     """Reads a decoder with a short convolution in these layers. more: of `read_decoder`."""
-    channels, width = config.size("hidden_size"), config.size("conv_L_cache")
-    if width < 2:
-        raise config.fail("conv_L_cache", "a number >= 2")
+    channels, width = config.size("hidden_size"), config.size("conv_L_cache", at_least=2)
     return with_mixer(
         read_decoder(config, eps="norm_eps", **more),
         layers,
@@ -79,11 +76,8 @@ def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
     """Reads what each layer is: `layer_types`, or attention in those of `full_attn_idxs`."""
     if config.get("layer_types") is not None:
         return config.kinds("layer_types", num_layers, (FULL, CONV))
-    full = config.get("full_attn_idxs")
-    if full is None:
-        return [FULL] * num_layers
-    if not isinstance(full, list) or not all(is_int(one) and 0 <= one < num_layers for one in full):
-        raise config.fail("full_attn_idxs", f"a list of layers below {num_layers}")
+    every = list(range(num_layers))
+    full = config.whole_numbers("full_attn_idxs", every, at_least=0, at_most=num_layers - 1)
     return [FULL if layer in full else CONV for layer in range(num_layers)]
 
 

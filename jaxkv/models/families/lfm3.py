@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, QKV, SLIDING, Layout, leaf
+from jaxkv.models.families.base import FULL, SLIDING, Layout, attn_biased, leaf
 from jaxkv.models.families.lfm2 import CONV, NAMES, read_convolutions
 from jaxkv.models.rope_config import read_layer_ropes
 from jaxkv.models.spec import ModelSpec
@@ -20,11 +20,10 @@ ROPES = {
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.num_layers
-    kinds = [
+    otherwise = [
         FULL if i % 4 == 2 else SLIDING if i and i % 4 == 0 else CONV for i in range(num_layers)
     ]
-    if config.get("layer_types") is not None:
-        kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING, CONV))
+    kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING, CONV), otherwise)
     attending = [FULL if kind == CONV else kind for kind in kinds]
     if config.get("rope_parameters") is None:
         config = config.replaced(rope_parameters=ROPES)
@@ -39,7 +38,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config,
         [layer for layer, kind in enumerate(kinds) if kind == CONV],
         names=names,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=attending,
         ropes=read_layer_ropes(config, attending),
     )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import MLP, QKV, Layout, read_decoder
+from jaxkv.models.families.base import Layout, attn_biased, mlp_biased, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
-    biased += MLP * config.flag("mlp_bias", False)
+    biased = attn_biased(config) + mlp_biased(config)
     return read_decoder(config, biased=biased)

@@ -7,9 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, QKV, Layout, Names, read_decoder, read_forms
+from jaxkv.models.families.base import FULL, Layout, Names, attn_biased, read_decoder, read_forms
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
 from jaxkv.models.families.smollm3 import read_rotates
 from jaxkv.models.rope_config import read_rope
@@ -35,9 +34,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config.replaced(no_rope_layers=config.get("no_rope_layers") or None), num_layers
     )
     has_chunks = config.get("attention_chunk_size") is not None
-    kinds = [CHUNKED if one and has_chunks else FULL for one in rotates]
-    if config.get("layer_types") is not None:
-        kinds = config.kinds("layer_types", num_layers, (CHUNKED, FULL))
+    otherwise = [CHUNKED if one and has_chunks else FULL for one in rotates]
+    kinds = config.kinds("layer_types", num_layers, (CHUNKED, FULL), otherwise)
     routed = _routed(config, num_layers)
     forms = [Form(*of) for of in zip(kinds, rotates, routed, strict=True)]
     return read_forms(forms, lambda form: _read_form(config, form, num_layers))
@@ -45,13 +43,11 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 def _routed(config: ConfigReader, num_layers: int) -> list[bool]:
     """Reads which layers have experts: those of `moe_layers`, or every so many."""
-    given = config.get("moe_layers")
-    if given is None:
+    if config.get("moe_layers") is None:
         step = config.size("interleave_moe_layer_step", 1)
         return [(layer + 1) % step == 0 for layer in range(num_layers)]
-    if not isinstance(given, list) or not all(is_int(one) for one in given):
-        raise config.fail("moe_layers", "a list of layers")
-    return [layer in given for layer in range(num_layers)]
+    listed = config.whole_numbers("moe_layers")
+    return [layer in listed for layer in range(num_layers)]
 
 
 def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[ModelSpec, Layout]:
@@ -78,7 +74,7 @@ def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[Model
     spec, layout = read_decoder(
         config.replaced(intermediate_size=config.size("intermediate_size_mlp")),
         names=NAMES,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         ropes=[rope if form.rotates else None] * num_layers,
         attention=AttentionSpec(norm_after_rope=True, temperature=_temperature(config)),
         unit_norms=("q_norm", "k_norm") if config.flag("use_qk_norm", True) else (),

@@ -5,7 +5,7 @@ card, JetBrains/Mellum2-12B-A2.5B-Base.
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, QK_NORMED, QKV, SLIDING, Layout, read_decoder
+from jaxkv.models.families.base import FULL, QK_NORMED, SLIDING, Layout, attn_biased, read_decoder
 from jaxkv.models.families.experts import listed_dense, read_router
 from jaxkv.models.families.qwen3_moe import read_experts
 from jaxkv.models.rope_config import read_layer_ropes
@@ -14,9 +14,7 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.num_layers
-    kinds = [FULL] * num_layers
-    if config.get("layer_types") is not None:
-        kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING))
+    kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING), [FULL] * num_layers)
     if not config.section("rope_parameters").values:
         thetas = {FULL: {"rope_theta": 500000.0}, SLIDING: {"rope_theta": 10000.0}}
         config = config.replaced(rope_parameters=thetas)
@@ -26,7 +24,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
         names=QK_NORMED,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=kinds,
         ropes=ropes,
         experts=experts.leaves,

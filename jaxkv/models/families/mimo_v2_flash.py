@@ -7,43 +7,29 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import (
-    FULL,
-    QKV,
-    SLIDING,
-    Layout,
-    leaf,
-    read_decoder,
-    read_forms,
-)
-from jaxkv.models.families.experts import read_grouped
+from jaxkv.models.families.base import FULL, QKV, SLIDING, Layout, leaf, read_decoder, read_forms
+from jaxkv.models.families.experts import listed_dense, read_grouped
 from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec, Scales
-
-DENSE, SPARSE = "dense", "sparse"
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.num_layers
     if config.get("sliding_window_size") is not None:  # which does not count the query itself
         config = config.replaced(sliding_window=config.size("sliding_window_size") + 1)
-    kinds = [SLIDING if i and (i + 1) % 6 else FULL for i in range(num_layers)]
-    if config.get("layer_types") is not None:
-        kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING))
-    mlps = [DENSE] + [SPARSE] * (num_layers - 1)
-    if config.get("mlp_layer_types") is not None:
-        mlps = config.kinds("mlp_layer_types", num_layers, (DENSE, SPARSE))
-    forms = list(zip(kinds, mlps, strict=True))
+    otherwise = [SLIDING if i and (i + 1) % 6 else FULL for i in range(num_layers)]
+    kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING), otherwise)
+    dense = listed_dense(config, [0])
+    forms = [(kind, layer not in dense) for layer, kind in enumerate(kinds)]
     return read_forms(forms, lambda form: _read_form(config, form, num_layers))
 
 
 def _read_form(
-    config: ConfigReader, form: tuple[str, str], num_layers: int
+    config: ConfigReader, form: tuple[str, bool], num_layers: int
 ) -> tuple[ModelSpec, Layout]:
-    kind, mlp = form
+    kind, is_routed = form
     experts, router = read_grouped(config)
     kv_heads = config.size("num_key_value_heads")
-    is_routed = mlp == SPARSE
     spec, layout = read_decoder(
         config.replaced(num_key_value_heads=kv_heads * (2 if kind == SLIDING else 1)),
         biased=QKV * config.flag("attention_bias", False),

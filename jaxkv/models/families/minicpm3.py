@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import MLP, Layout
+from jaxkv.models.families.base import Layout, mlp_biased
 from jaxkv.models.families.latent import read_latent
 from jaxkv.models.families.minicpm import read_scales
 from jaxkv.models.spec import ModelSpec
@@ -13,6 +13,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_latent(
         config,
         interleaved=False,
-        biased=MLP * config.flag("mlp_bias", False),
+        biased=mlp_biased(config),
         scales=read_scales(config),
     )

@@ -20,9 +20,12 @@ DERIVED = r"model\.layers\.\d+\.self_attn\.(slope_rate|(query|key|diagonal)_deca
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.num_layers
-    kinds = [LINEAR if i % 2 else FULL for i in range(num_layers)]
-    if config.get("layer_types") is not None:
-        kinds = config.kinds("layer_types", num_layers, (FULL, LINEAR))
+    kinds = config.kinds(
+        "layer_types",
+        num_layers,
+        (FULL, LINEAR),
+        [LINEAR if i % 2 else FULL for i in range(num_layers)],
+    )
     config.refuse("sliding_window")
     experts = read_mixtral(config)
     router = read_router(config, experts.count, used="num_experts_per_tok", is_normalised=True)

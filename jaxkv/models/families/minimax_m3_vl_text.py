@@ -33,9 +33,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     refuse_other_gates(config)
     config = _flat(config)
     num_layers = config.num_layers
-    kinds = [FULL] * num_layers
-    if config.get("layer_types") is not None:
-        kinds = config.kinds("layer_types", num_layers, (FULL, SPARSE))
+    kinds = config.kinds("layer_types", num_layers, (FULL, SPARSE), [FULL] * num_layers)
     experts = replace(
         read_mixtral(config, bias="block_sparse_moe.e_score_correction_bias"),
         shared="block_sparse_moe.shared_experts.",
@@ -85,29 +83,20 @@ def _flat(config: ConfigReader) -> ConfigReader:
         given = {key: section.get(old) for key, old in PUBLISHED.items()}
         found |= {key: value for key, value in given.items() if value is not None}
         if config.get("layer_types") is None and section.get("sparse_attention_freq") is not None:
-            marks = _marks(section, "sparse_attention_freq")
+            marks = section.whole_numbers("sparse_attention_freq", at_least=0, at_most=1)
             found["layer_types"] = [SPARSE if mark else FULL for mark in marks]
     if config.get("mlp_layer_types") is None and config.get("moe_layer_freq") is not None:
-        marks = _marks(config, "moe_layer_freq")
+        marks = config.whole_numbers("moe_layer_freq", at_least=0, at_most=1)
         found["mlp_layer_types"] = ["sparse" if mark else "dense" for mark in marks]
     return config.replaced(**found)
-
-
-def _marks(config: ConfigReader, key: str) -> list[int]:
-    """Reads a list of 0 and 1 for the layers."""
-    marks = config.get(key)
-    if not isinstance(marks, list) or not all(mark in (0, 1) for mark in marks):
-        raise config.fail(key, "a list of 0 and 1, one for each layer")
-    return marks
 
 
 def _index(config: ConfigReader) -> BlockIndexSpec:
     size = config.size("index_block_size")
     if BLOCK % size:  # blocks would lie across those that are read at once
         raise config.fail("index_block_size", f"a divisor of {BLOCK} (nothing else is built)")
-    num_local, num_chosen = config.get("index_local_blocks"), config.size("index_topk_blocks")
-    if num_local != 0:
-        num_local = config.size("index_local_blocks")
+    num_chosen = config.size("index_topk_blocks")
+    num_local = config.size("index_local_blocks", at_least=0)
     if num_local > num_chosen:
         raise config.fail("index_local_blocks", f"at most the {num_chosen} of index_topk_blocks")
     return BlockIndexSpec(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families import llama
 from jaxkv.models.families.base import Layout, Part
@@ -21,9 +20,7 @@ MORE_TOKENS = 8
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     total = config.num_layers
-    left_out = config.get("cross_attention_layers", list(OF_PICTURES))
-    if not isinstance(left_out, list) or not all(is_int(one) for one in left_out):
-        raise config.fail("cross_attention_layers", "a list of whole numbers")
+    left_out = config.whole_numbers("cross_attention_layers", list(OF_PICTURES))
     kept = [layer for layer in range(total) if layer not in left_out]
     if not kept:
         raise config.fail("cross_attention_layers", f"fewer than the {total} of num_hidden_layers")

@@ -10,12 +10,13 @@ from dataclasses import replace
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
-    QKV,
     SLIDING,
     Layout,
     Leaf,
     Names,
+    attn_biased,
     leaf,
+    mlp_biased,
     read_decoder,
     read_forms,
 )
@@ -45,15 +46,13 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kinds = _kinds(config, num_layers)
     # A window of its own counts more: transformers writes both.
     if SLIDING in kinds and config.get("sliding_window") is None:
-        window = config.size("local_attention", 128)
-        if window < 2:
-            raise config.fail("local_attention", "2 or more")
+        window = config.size("local_attention", 128, at_least=2)
         config = config.replaced(sliding_window=window // 2)
     ropes = read_layer_ropes(_with_thetas(config), kinds)
     has_bias = config.flag("norm_bias", False)
     biased = ("attn_norm", "mlp_norm", "norm") * has_bias
-    biased += (*QKV, "o") * config.flag("attention_bias", False)
-    biased += ("gate", "up", "down") * config.flag("mlp_bias", False)
+    biased += attn_biased(config)
+    biased += mlp_biased(config)
     biased += ("head",) * config.flag("decoder_bias", True)
 
     def read_form(is_first: bool) -> tuple[ModelSpec, Layout]:

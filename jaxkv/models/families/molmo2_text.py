@@ -62,9 +62,5 @@ def _ropes(config: ConfigReader) -> list[RopeSpec]:
     num_layers = config.num_layers
     scaled = read_rope(config)
     plain = RopeSpec(theta=scaled.theta)
-    listed = config.get("rope_scaling_layers", list(range(num_layers)))
-    if not isinstance(listed, list) or not all(
-        isinstance(layer, int) and not isinstance(layer, bool) for layer in listed
-    ):
-        raise config.fail("rope_scaling_layers", "a list of layers")
+    listed = config.whole_numbers("rope_scaling_layers", list(range(num_layers)))
     return [scaled if layer in listed else plain for layer in range(num_layers)]

@@ -9,7 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
-from jaxkv.models.families.base import FULL, Layout, Leaf, Names, read_decoder, read_forms
+from jaxkv.models.families.base import (
+    FULL,
+    Layout,
+    Leaf,
+    Names,
+    mlp_biased,
+    read_decoder,
+    read_forms,
+)
 from jaxkv.models.families.delta import LINEAR
 from jaxkv.models.families.experts import Experts, read_grouped
 from jaxkv.models.families.hybrid import with_mixer, without_attention
@@ -87,7 +95,7 @@ def _read_form(config: ConfigReader, form: str) -> tuple[ModelSpec, Layout]:
     spec, layout = read = read_decoder(
         config,
         names=NAMES,
-        biased=("up", "down") * config.flag("mlp_bias", False),
+        biased=mlp_biased(config),
         ropes=[None] * num_layers,
         eps="layer_norm_epsilon",
         activation="mlp_hidden_act",

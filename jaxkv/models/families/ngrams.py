@@ -38,16 +38,13 @@ def read_ngrams(config: ConfigReader, linear: list[int], *, channels: int) -> di
     vocab = config.size("vocab_size")
     if not is_int(end) or not 0 <= end < vocab:
         raise config.fail("eos_token_id", f"a token below {vocab}: n-grams end there")
-    size = config.size("ngram_size", 3, at_most=MAX_NGRAM)
-    if size < 2:
-        raise config.fail("ngram_size", f"a whole number from 2 to {MAX_NGRAM}")
-    kernel = config.size("ple_conv_kernel_size", 4, at_most=MAX_KERNEL)
-    if kernel < 2:
-        raise config.fail("ple_conv_kernel_size", f"a whole number from 2 to {MAX_KERNEL}")
+    size = config.size("ngram_size", 3, at_least=2, at_most=MAX_NGRAM)
+    kernel = config.size("ple_conv_kernel_size", 4, at_least=2, at_most=MAX_KERNEL)
     each = (size - 1) * config.size("heads_per_ngram", 8, at_most=MAX_TABLES)
     if each * len(layers) > MAX_TABLES:
         raise config.fail("heads_per_ngram", f"at most {MAX_TABLES} tables in all layers")
-    base, seed = config.size("ngram_vocab_size_base", 20_000_000, at_most=2**30), _seed(config)
+    base = config.size("ngram_vocab_size_base", 20_000_000, at_most=2**30)
+    seed = config.size("seed", 1234, at_least=0, at_most=2**63 - 1)
     if (each + 1) * base >= 2**31:
         raise config.fail("ngram_vocab_size_base", "tables with fewer than 2**31 rows in a layer")
     primes = _primes(base)
@@ -61,13 +58,6 @@ def read_ngrams(config: ConfigReader, linear: list[int], *, channels: int) -> di
         )
         for index, layer in enumerate(layers)
     }
-
-
-def _seed(config: ConfigReader) -> int:
-    seed = config.get("seed", 1234)
-    if not is_int(seed) or not 0 <= seed < 2**63:
-        raise config.fail("seed", "a whole number from 0 to 2**63 - 1")
-    return int(seed)
 
 
 def _primes(start: int) -> Iterator[int]:

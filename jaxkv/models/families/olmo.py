@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
+from jaxkv.models.families.base import Layout, Names, attn_biased, read_decoder
 from jaxkv.models.spec import AttentionSpec, ModelSpec
 
 
@@ -13,7 +13,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
         names=Names(attn_norm=None, mlp_norm=None, norm=None),
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         eps=None,
         norm="layer",
         unit_norms=("attn_norm", "mlp_norm", "norm"),

@@ -5,7 +5,7 @@ Source: arXiv 2512.13961.
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import POST_NORMED, QKV, Layout, read_decoder, read_kinds
+from jaxkv.models.families.base import POST_NORMED, Layout, attn_biased, read_decoder, read_kinds
 from jaxkv.models.families.gemma3_text import read_window_ropes
 from jaxkv.models.spec import AttentionSpec, ModelSpec
 
@@ -18,7 +18,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
         names=POST_NORMED,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=kinds,
         ropes=read_window_ropes(config, kinds, theta=THETA, local=THETA),
         attention=AttentionSpec(qk_norm="whole"),

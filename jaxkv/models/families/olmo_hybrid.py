@@ -10,9 +10,9 @@ from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     LLAMA,
     POST_NORMED,
-    QKV,
     Layout,
     Leaf,
+    attn_biased,
     read_decoder,
     read_forms,
 )
@@ -43,7 +43,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         found = read_decoder(
             config,
             names=LLAMA if is_linear else POST_NORMED,
-            biased=(*QKV, "o") * config.flag("attention_bias", False),
+            biased=attn_biased(config),
             ropes=None if theta is not None else [None] * config.num_layers,
             attention=AttentionSpec(qk_norm="whole"),
             activations=CONV_ACTIVATIONS,

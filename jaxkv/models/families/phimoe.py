@@ -7,14 +7,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, mistral_kinds, read_decoder
+from jaxkv.models.families.base import Layout, attn_biased, mistral_kinds, read_decoder
 from jaxkv.models.families.experts import read_mixtral, read_router
 from jaxkv.models.rope_config import read_rope, rope_section
 from jaxkv.models.spec import ModelSpec, RopeSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    biased = attn_biased(config)
     biased += ("head",) * config.flag("lm_head_bias", False)
     experts = read_mixtral(config)
     if config.get("num_experts_per_tok") != 2:

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QK_NORMED, QKV, Layout, qwen_kinds, read_decoder
+from jaxkv.models.families.base import QK_NORMED, Layout, attn_biased, qwen_kinds, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    biased = attn_biased(config)
     return read_decoder(config, names=QK_NORMED, biased=biased, kinds=qwen_kinds(config))

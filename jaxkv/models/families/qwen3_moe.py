@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, QK_NORMED, QKV, SLIDING, Layout, read_decoder
+from jaxkv.models.families.base import FULL, QK_NORMED, SLIDING, Layout, attn_biased, read_decoder
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, qwen_dense, read_router
 from jaxkv.models.spec import ModelSpec
 
@@ -19,7 +19,7 @@ def read(config: ConfigReader, *, experts: Experts | None = None) -> tuple[Model
     return read_decoder(
         config,
         names=QK_NORMED,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=[SLIDING if has_window else FULL] * config.num_layers,
         experts=experts.leaves,
         is_dense=qwen_dense(config),

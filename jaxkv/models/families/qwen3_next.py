@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
-from jaxkv.models.families.base import QK_NORMED, QKV, Layout, Leaf, Names, read_decoder
+from jaxkv.models.families.base import QK_NORMED, Layout, Leaf, Names, attn_biased, read_decoder
 from jaxkv.models.families.delta import (
     CONV_ACTIVATIONS,
     MIXED,
@@ -78,7 +78,7 @@ def read_qwen_hybrid(
     read = read_decoder(
         config,
         names=names,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         partly=True,
         norm="rms_one",
         activations=CONV_ACTIVATIONS,

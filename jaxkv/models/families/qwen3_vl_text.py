@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QK_NORMED, QKV, Layout, read_decoder
+from jaxkv.models.families.base import QK_NORMED, Layout, attn_biased, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 COSMOS = (
@@ -24,6 +24,6 @@ OF_PICTURES = (
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    biased = attn_biased(config)
     spec, layout = read_decoder(config, names=QK_NORMED, biased=biased)
     return spec, replace(layout, spellings=COSMOS, derived=(*layout.derived, OF_PICTURES))

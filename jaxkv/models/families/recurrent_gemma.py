@@ -43,10 +43,7 @@ MAX_LEN = 8192
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    hidden, num_layers = (
-        config.size("hidden_size"),
-        config.num_layers,
-    )
+    hidden, num_layers = config.size("hidden_size"), config.num_layers
     both = config.size("intermediate_size")
     if both % 2:
         raise config.fail("intermediate_size", "an even number, twice the width of the MLP")
@@ -80,9 +77,7 @@ def _read_mixer(config: ConfigReader, activation: str) -> RgLru:
     blocks = config.size("num_attention_heads")
     if channels % blocks:
         raise config.fail("lru_width", f"a multiple of num_attention_heads={blocks}")
-    width = config.size("conv1d_width", 4, at_most=MAX_KERNEL)
-    if width < 2:
-        raise config.fail("conv1d_width", f"a whole number from 2 to {MAX_KERNEL}")
+    width = config.size("conv1d_width", 4, at_least=2, at_most=MAX_KERNEL)
     return RgLru(
         num_blocks=blocks, block_dim=channels // blocks, width=width, activation=activation
     )

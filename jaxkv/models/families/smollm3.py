@@ -4,17 +4,15 @@ without rope).
 
 from __future__ import annotations
 
-from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, MLP, QKV, SLIDING, Layout, read_decoder
+from jaxkv.models.families.base import FULL, SLIDING, Layout, attn_biased, mlp_biased, read_decoder
 from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.num_layers
-    biased = (*QKV, "o") * config.flag("attention_bias", False)
-    biased += MLP * config.flag("mlp_bias", False)
+    biased = attn_biased(config) + mlp_biased(config)
     rope = read_rope(config)
     rotates = read_rotates(config, num_layers)
     kinds = None
@@ -36,7 +34,6 @@ def read_rotates(config: ConfigReader, num_layers: int) -> list[bool]:
     if given is None:
         every = config.size("no_rope_layer_interval", 4)
         return [(layer + 1) % every != 0 for layer in range(num_layers)]
-    known = isinstance(given, list) and all(is_int(one) and one in (0, 1) for one in given)
-    if not known or len(given) != num_layers:
+    if len(config.whole_numbers("no_rope_layers", at_least=0, at_most=1)) != num_layers:
         raise config.fail("no_rope_layers", f"a list of {num_layers} out of 0 and 1")
     return [bool(one) for one in given]

@@ -117,10 +117,7 @@ def mamba2_leaves(
 
 def _width(config: ConfigReader) -> int:
     """Reads how many tokens the convolution sees."""
-    width = config.size("mamba_d_conv", 4, at_most=MAX_KERNEL)
-    if width < 2:
-        raise config.fail("mamba_d_conv", f"a whole number from 2 to {MAX_KERNEL}")
-    return width
+    return config.size("mamba_d_conv", 4, at_least=2, at_most=MAX_KERNEL)
 
 
 def read_mamba(config: ConfigReader, *, channels: int, norm_eps: float | None) -> Mamba:

@@ -13,11 +13,11 @@ from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
     QK_NORMED,
-    QKV,
     SLIDING,
     Layout,
     Leaf,
     Part,
+    attn_biased,
     leaf,
     read_decoder,
     read_forms,
@@ -57,9 +57,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config.refuse(key, value)
     num_layers = config.num_layers
     config = _without_predictors(config, num_layers)
-    kinds = [FULL] * num_layers
-    if config.get("layer_types") is not None:
-        kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING))
+    kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING), [FULL] * num_layers)
     heads, dense = _heads(config, kinds), _dense(config, num_layers)
     forms = [Form(kind, i not in dense, heads[i]) for i, kind in enumerate(kinds)]
     limits = GateLimits(
@@ -137,7 +135,7 @@ def _read_form(config: ConfigReader, form: Form, kinds: list[str]) -> tuple[Mode
     spec, layout = read_decoder(
         config,
         names=QK_NORMED,
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=[form.kind] * len(kinds),
         ropes=[_rope(config, form.kind, kinds)] * len(kinds),
         norm="rms_one",

@@ -28,10 +28,7 @@ def read_mixed_streams(config: ConfigReader) -> HyperSpec:
 
 def read_gated_streams(config: ConfigReader) -> HyperSpec:
     """Reads how many streams there are of those that are gated."""
-    count = config.size("hc_count", 4, at_most=MAX_STREAMS)
-    if count < 2:
-        raise config.fail("hc_count", "2 or more")
-    return HyperSpec(num_streams=count)
+    return HyperSpec(num_streams=config.size("hc_count", 4, at_least=2, at_most=MAX_STREAMS))
 
 
 def gates(asked: HyperSpec, rank: int, hidden: int, name: str, prefix: str) -> dict[str, Leaf]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, Names, read_decoder, read_kinds
+from jaxkv.models.families.base import Layout, Names, attn_biased, read_decoder, read_kinds
 from jaxkv.models.families.gemma2 import scales
 from jaxkv.models.spec import ModelSpec
 
@@ -13,7 +13,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
         names=Names(mlp_norm="pre_feedforward_layernorm"),
-        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        biased=attn_biased(config),
         kinds=read_kinds(config, every=2),
         **scales(config),
     )
