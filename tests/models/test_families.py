@@ -145,6 +145,13 @@ def test_the_longest_context_is_what_a_scaled_rope_is_meant_for():
     assert spec_of("llama-yarn", rope_parameters=YARN | {"factor": 16}).max_len == 1024
 
 
+def test_layers_of_gemma_4_that_are_alike_are_so_in_what_transformers_writes_of_them():
+    from transformers import AutoConfig
+
+    config = families.text_config("gemma4_text") | {"global_head_dim": 8}
+    assert read(AutoConfig.for_model(**deepcopy(config)).to_dict()) == read(config)
+
+
 def test_null_kv_heads_are_the_query_heads_and_absent_ones_the_family_s_default():
     config = tiny_config("mistral", num_attention_heads=16, hidden_size=64)
     assert read(config | {"num_key_value_heads": None})[0].groups[0].num_kv_heads == 16

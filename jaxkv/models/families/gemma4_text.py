@@ -132,7 +132,7 @@ def _sizes(config: ConfigReader, kinds: Sequence[str], kind: str) -> tuple[int, 
         if reader.values.keys() - {"head_dim", "num_key_value_heads"}:
             raise config.fail("per_layer_config", "head_dim and num_key_value_heads only")
     dim, heads = config.size("head_dim"), config.size("num_key_value_heads")
-    if kind == FULL and not each.values:
+    if kind == FULL and config.get("per_layer_config") is None:  # an empty one says: all alike
         dim = config.size("global_head_dim", 512)
         if config.flag("attention_k_eq_v", False):
             heads = config.size("num_global_key_value_heads", heads)
