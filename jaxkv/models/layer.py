@@ -434,13 +434,12 @@ def normed(
     """
     if name in w:
         scale = values(w[name]).astype(jnp.float32)
+        scale = scale + 1 if spec.norm.endswith("_one") else scale
         bias = values(w[f"{name}_bias"]) if f"{name}_bias" in w else None
     elif name in spec.unit_norms:
         scale, bias = jnp.ones(x.shape[-1], jnp.float32), None
     else:
         return x
-    if spec.norm.endswith("_one"):
-        scale = scale + 1
     if spec.norm.startswith("layer"):
         y = layer_norm(x, scale, bias, eps=spec.norm_eps)
     else:

@@ -71,8 +71,7 @@ class Quantisation:
             among = f".{NUMBER.sub('.0', name)}."
             found = next((how for one, how in self.mixed if f".{one}." in among), None)
             return replace(self, skipped=("*",), mixed=()) if found is None else found
-        is_expert = self.experts is not None and ".experts." in name
-        return self.experts if is_expert and self.experts is not None else self
+        return self.experts if self.experts is not None and ".experts." in name else self
 
     def skips(self, module: str) -> bool:
         """Tells whether a module is one of those that the config says are not quantised, or in one.
@@ -207,15 +206,12 @@ def _compressed(given: ConfigReader) -> Quantisation:
         block = _block(weights, "block_structure")
         if weights.get("group_size") not in (None, -1):  # -1: a scale for each row
             block = (0, weights.size("group_size"))
-        bits = weights.size("num_bits")
-        if bits not in ((4,) if form in GROUP_OF_FP4 else (4, 8)):
-            raise weights.fail("num_bits", f"{'4' if form in GROUP_OF_FP4 else '4 or 8'} in {form}")
-        if form in GROUP_OF_FP4:
-            group = GROUP_OF_FP4[form]
-            if block != (0, group):
-                raise weights.fail("group_size", f"{group} in {form}")
-        elif form != "pack-quantized" and bits != 8:
-            raise weights.fail("num_bits", "8, or 4 in pack-quantized")
+        bits, group = weights.size("num_bits"), GROUP_OF_FP4.get(form)
+        known = (4,) if group else (4, 8) if form == "pack-quantized" else (8,)
+        if bits not in known:
+            raise weights.fail("num_bits", f"{' or '.join(map(str, known))} in {form}")
+        if group and block != (0, group):
+            raise weights.fail("group_size", f"{group} in {form}")
         found.add((bits, block))
     if len(found) != 1:
         raise given.fail("config_groups", "one or more groups that are stored alike")

@@ -389,12 +389,8 @@ class ModelSpec:
         """Returns the tokens that a query sees at most in any layer; None if some layer sees
         everything.
         """
-        windows = [group.window for group in self.groups]
-        return (
-            max((w for w in windows if w is not None), default=None)
-            if None not in windows
-            else None
-        )
+        windows = [group.window for group in self.groups if group.window is not None]
+        return max(windows, default=None) if len(windows) == len(self.groups) else None
 
     def apart(self, layers: frozenset[int]) -> ModelSpec:
         """Returns this model with these layers in KV groups of their own."""

@@ -52,10 +52,8 @@ def _expert_of(layer: Place | None, number: Array) -> Place:
 
 class Matrix(NamedTuple):
     """A weight [F, D]: a leaf of its own, or the matrix of one layer in a stacked leaf [L, F, D],
-    of one of its experts in [L, E, F, D].
-
-    A uint16 leaf holds the bits of
-    bfloat16 values (`config.bfloat16_as_bits`).
+    of one of its experts in [L, E, F, D]. A uint16 leaf holds the bits of bfloat16 values
+    (`config.bfloat16_as_bits`).
     """
 
     leaf: Array

@@ -67,8 +67,8 @@ def page_map(frames: PageFrame | Sequence[PageFrame]) -> Picture:
     places, shown = _places(frames), _evenly(frames)
     owners = dict.fromkeys(name for frame in frames for name, _ in frame.holders)
     colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(owners)}
-    columns, num_rows = _columns(len(places)), -(-len(places) // _columns(len(places)))
-    end = TOP + num_rows * PITCH + 16
+    columns = _columns(len(places))
+    end = TOP + -(-len(places) // columns) * PITCH + 16
     legend = _legend(colour, end)
     notes = _left_out(frames, shown, places)
     is_several = len(shown) > 1

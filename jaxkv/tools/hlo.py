@@ -306,9 +306,9 @@ def _computations(text: str) -> dict[str, list[Instruction]]:
 
 
 def _instruction(name: str, rest: str) -> Instruction:
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
     opcode, _, text = rest[end:].strip().partition("(")
-    operands = text[: _closing("(" + text, 0) - 1]
+    operands = text[: _closing("(" + text) - 1]
     called = [
         each for m in CALLED.finditer(text) for each in (m[1] and [m[1]]) or re.findall(NAME, m[2])
     ]
@@ -319,10 +319,10 @@ def _instruction(name: str, rest: str) -> Instruction:
     return Instruction(name, opcode, parts, tuple(re.findall(NAME, operands)), tuple(called), text)
 
 
-def _closing(text: str, start: int) -> int:
-    """Finds where the parenthesis closes that opens at `start`."""
+def _closing(text: str) -> int:
+    """Finds where the parenthesis closes that the text begins with."""
     depth = 0
-    for match in re.compile(r"[()]").finditer(text, start):
+    for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1
         if depth == 0:
             return match.start()

@@ -35,7 +35,6 @@ SHAPES: dict[str, tuple[int, ...]] = {  # query heads, KV heads, head_dim; of la
 CONTEXT = {"decode": 2048, "prefill": 8192}
 LATENT_CONTEXT = {"decode": 4096, "prefill": 8192}
 
-
 POOL_BYTES, FAR_BYTES = 2**28, 2**33
 """The pool has more than so many: XLA would keep a small one in VMEM, where the kernels' copies of
 pages are loops of loads and stores and no DMAs.
@@ -45,9 +44,9 @@ pages are loops of loads and stores and no DMAs.
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """One kernel at one shape. heads: query heads, KV heads, head_dim of one device, and of latent
-    rows how many of their numbers are the value. context:
-    tokens that each of `batch` rows holds; queries: of the one prefill chunk. tiles: instead of the
-    tuned ones. far: a pool of more than 2^31 bytes.
+    rows how many of their numbers are the value. context: tokens that each of `batch` rows holds;
+    queries: of the one prefill chunk. tiles: instead of the tuned ones. far: a pool of more than
+    2^31 bytes.
     """
 
     kernel: str

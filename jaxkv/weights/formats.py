@@ -45,8 +45,11 @@ EXPECTED: dict[str, np.dtype[Any]] = {
     "gptq": np.dtype(np.float16),
     "awq": np.dtype(np.float16),
     "scaled": FLOAT32,
+    "mxfp4": E8M0,
+    "fp4": E4M3,
+    "modelopt": E4M3,
+    "pairs": E8M0,
 }
-EXPECTED |= {"mxfp4": E8M0, "fp4": E4M3, "modelopt": E4M3, "pairs": E8M0}
 """Of which dtype scales mostly are, by `Quantisation.kind`; others are of the model's."""
 
 LEAST_GROUP = 8

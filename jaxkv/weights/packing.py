@@ -33,9 +33,12 @@ GROUP = 128
 LEAST_GROUP, TINY = 8, 1e-30
 
 INT4 = np.dtype(ml_dtypes.int4)
-METHODS = {"int8": np.dtype(np.int8), "int4": INT4}
-METHODS["int8_dynamic"] = METHODS["int8"]
-METHODS["fp8"] = np.dtype(ml_dtypes.float8_e4m3fn)
+METHODS = {
+    "int8": np.dtype(np.int8),
+    "int4": INT4,
+    "int8_dynamic": np.dtype(np.int8),
+    "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
+}
 """How weights can be quantised as they are loaded, and what of."""
 
 WITH_HEAD = ("int8_dynamic",)

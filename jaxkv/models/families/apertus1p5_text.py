@@ -20,5 +20,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     embed = layout.top["embed"]
     if kept < count:
         embed = replace(embed, part=Part(shape=(count, spec.hidden_size), stop=kept))
-    layout = replace(layout, top={**layout.top, "embed": embed})
-    return spec, layout
+    return spec, layout.with_top(embed=embed)

@@ -18,7 +18,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     norm = {"post_mlp_norm": leaf(source, (spec.hidden_size,), ("model",))}
     layers = tuple({**one, **norm} if "router" in one else one for one in layout.layers)
     unused = r"model\.layers\.\d+\.post_mlp_layernorm\.weight"  # of layers without experts
-    return spec, replace(layout, layers=layers, derived=(*layout.derived, unused))
+    return spec, replace(layout, layers=layers).with_unread(unused)
 
 
 def read_dense(config: ConfigReader) -> Collection[int]:

@@ -112,7 +112,7 @@ class Layout:
 
     top: Mapping[str, Leaf] = field(hash=False)
     layers: tuple[Mapping[str, Leaf], ...] = field(hash=False)
-    derived: tuple[str, ...] = field(default=())
+    derived: tuple[str, ...] = ()
     part_of: str | None = None
     spellings: tuple[tuple[str, str], ...] = ()
     quantisation: Quantisation | None = None
@@ -123,6 +123,14 @@ class Layout:
     def in_each_layer(self, **leaves: Leaf) -> Layout:
         """Returns the layout with these leaves, by name, in layers of every kind too."""
         return replace(self, layers=tuple({**one, **leaves} for one in self.layers))
+
+    def with_top(self, **leaves: Leaf) -> Layout:
+        """Returns the layout with these leaves, by name, outside the layers too."""
+        return replace(self, top={**self.top, **leaves})
+
+    def with_unread(self, *patterns: str) -> Layout:
+        """Returns the layout of checkpoints that may have tensors of these names too."""
+        return replace(self, derived=(*self.derived, *patterns))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,13 +313,13 @@ def _unread(config: ConfigReader, names: Names, num_layers: int) -> tuple[tuple[
     predicts later tokens (arXiv 2412.19437, section 2.2), of which configs need say nothing unless
     it is layers behind the last; and how many of these there are.
     """
-    layer, count = names.layer.replace(".", r"\."), 0
+    layer = names.layer.replace(".", r"\.")
     patterns = [
         r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",
         r"(model\.)?mtp(_[a-z]+)*\..*",
     ]
-    if config.get("num_nextn_predict_layers") not in (None, 0):
-        count = config.size("num_nextn_predict_layers", at_most=MAX_LAYERS)
+    count = config.size("num_nextn_predict_layers", 0, at_least=0, at_most=MAX_LAYERS)
+    if count:
         extra = "|".join(str(num_layers + i) for i in range(count))
         patterns += [layer.format(layer=f"({extra})") + ".*"]
     return tuple(patterns), count

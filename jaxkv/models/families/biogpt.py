@@ -29,5 +29,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         norm="layer",
         scales=Scales(embed=factor),
     )
-    table = opt.positions("biogpt.embed_positions", spec)
-    return spec, replace(layout, top={**layout.top, "positions": table})
+    return spec, layout.with_top(positions=opt.positions("biogpt.embed_positions", spec))

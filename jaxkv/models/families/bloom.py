@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from jaxkv.models.alibi import MAX_LEN, slopes, with_slopes
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import QKV, Layout, Names, leaf, read_decoder
@@ -44,9 +42,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         norm="layer",
     )
     name, size = "transformer.word_embeddings_layernorm", (spec.hidden_size,)
-    top = {
-        **layout.top,
-        "embed_norm": leaf(f"{name}.weight", size, ("model",)),
-        "embed_norm_bias": leaf(f"{name}.bias", size, ("model",)),
-    }
-    return with_slopes(spec, slopes(heads)), replace(layout, top=top)
+    layout = layout.with_top(
+        embed_norm=leaf(f"{name}.weight", size, ("model",)),
+        embed_norm_bias=leaf(f"{name}.bias", size, ("model",)),
+    )
+    return with_slopes(spec, slopes(heads)), layout

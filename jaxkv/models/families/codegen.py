@@ -25,4 +25,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         source = "transformer.h.{layer}.attn.qkv_proj.weight"
         layer[name] = replace(layer[name], source=source, part=part)
     masks = r"transformer\.h\.\d+\.attn\.causal_mask"
-    return spec, replace(layout, layers=(layer,), derived=(*layout.derived, masks))
+    return spec, replace(layout, layers=(layer,)).with_unread(masks)

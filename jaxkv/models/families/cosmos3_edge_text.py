@@ -22,5 +22,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         names=Names(gate=None, up="mlp.fc1", down="mlp.fc2"),
         biased=biased,
     )
-    spellings, derived = (*COSMOS, *MLP), (*layout.derived, OF_PICTURES)
-    return spec, replace(layout, spellings=spellings, derived=derived)
+    return spec, replace(layout, spellings=(*COSMOS, *MLP)).with_unread(OF_PICTURES)

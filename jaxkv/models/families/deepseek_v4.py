@@ -76,9 +76,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     keepers = {kind: _keeper(config, kind, rates) for kind in dict.fromkeys(kinds)}
     spec, layout = read_forms(forms, lambda form: _read_form(config, form, keepers))
     hyper = read_mixed_streams(config)
-    top = dict(layout.top) | joining(hyper, spec.hidden_size, "model.hc_head.hc_")
-    plain = ("compressor", "weights_proj")
-    return spec, replace(layout, top=top, spellings=SPELLINGS, plain=plain)
+    layout = layout.with_top(**joining(hyper, spec.hidden_size, "model.hc_head.hc_"))
+    return spec, replace(layout, spellings=SPELLINGS, plain=("compressor", "weights_proj"))
 
 
 def _kinds(config: ConfigReader, num_layers: int) -> list[str]:

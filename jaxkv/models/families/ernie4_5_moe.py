@@ -16,16 +16,13 @@ from jaxkv.models.spec import ModelSpec
 def read_experts(config: ConfigReader) -> Experts:
     count = config.size("moe_num_experts", at_most=MAX_EXPERTS)
     width = config.size("moe_intermediate_size")
-    num_shared = (
-        config.size("moe_num_shared_experts") if config.get("moe_num_shared_experts") else 0
-    )
     return Experts(
         count=count,
         width=width,
         bias="mlp.moe_statics.e_score_correction_bias",
         bias_shape=(1, count),
         shared="mlp.shared_experts.",
-        shared_width=num_shared * width,
+        shared_width=config.size("moe_num_shared_experts", 0, at_least=0) * width,
     )
 
 

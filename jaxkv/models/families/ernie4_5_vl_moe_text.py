@@ -28,5 +28,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     is_dense = listed_dense(config, otherwise=[0])
     spec, layout = ernie4_5_moe.read_with(config, experts, is_dense)
     numbers = "|".join(map(str, range(experts.count, 2 * experts.count)))
-    unused = (ROUTER_OF_IMAGES, EXPERTS_OF_IMAGES % numbers)
-    return spec, replace(layout, derived=(*layout.derived, *unused))
+    return spec, layout.with_unread(ROUTER_OF_IMAGES, EXPERTS_OF_IMAGES % numbers)

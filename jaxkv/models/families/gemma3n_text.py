@@ -62,14 +62,10 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     own_top, own_layer = own_inputs(config, num_layers)
     streams_top, streams_layer = _streams(config)
     own_layer |= streams_layer | _laurel(config)
-    return spec, replace(
-        layout.in_each_layer(**own_layer),
-        top={**layout.top, **own_top, **streams_top},
-        derived=(
-            *layout.derived,
-            *unused_keys(sources),  # transformers drops what shared layers would have
-            r"model\.layers\.\d+\.altup\.correct_output_scale",  # there even where it is not used
-        ),
+    layout = layout.in_each_layer(**own_layer).with_top(**own_top, **streams_top)
+    return spec, layout.with_unread(
+        *unused_keys(sources),  # transformers drops what shared layers would have
+        r"model\.layers\.\d+\.altup\.correct_output_scale",  # there even where it is not used
     )
 
 

@@ -42,15 +42,12 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         for layer, (kind, source) in enumerate(zip(kinds, sources, strict=True))
     ]
     spec, layout = read_forms(forms, lambda form: _read_form(config, form, kinds))
-    width = config.get("hidden_size_per_layer_input") or 0
-    own_top, own_layer = own_inputs(config, config.num_layers) if width else ({}, {})
+    has_own = config.size("hidden_size_per_layer_input", 0, at_least=0) > 0
+    own_top, own_layer = own_inputs(config, config.num_layers) if has_own else ({}, {})
     own_layer["scalar"] = leaf("model.layers.{layer}.layer_scalar", (1,), (None,))
-    return with_sources(spec, sources), replace(
-        layout.in_each_layer(**own_layer),
-        top={**layout.top, **own_top},
-        # transformers drops what shared layers would have.
-        derived=(*layout.derived, *unused_keys(sources)),
-    )
+    layout = layout.in_each_layer(**own_layer).with_top(**own_top)
+    # transformers drops what shared layers would have.
+    return with_sources(spec, sources), layout.with_unread(*unused_keys(sources))
 
 
 def _read_form(

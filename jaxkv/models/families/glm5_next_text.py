@@ -59,8 +59,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = with_mixer(found, linear, mixer, low_rank_leaves(mixer, prefix, hidden))
     own = connections(hyper, hidden, ("hc_attn_", "hc_ffn_"))
     # A layer behind the last predicts later tokens, of which configs need say nothing.
-    derived = (*layout.derived, rf"model\.layers\.{num_layers}\..*")
-    layout = replace(layout.in_each_layer(**own), derived=derived)
+    layout = layout.in_each_layer(**own).with_unread(rf"model\.layers\.{num_layers}\..*")
     # In other families the norms inside of latent attention have an eps of their own.
     attention = replace(spec.attention, latent_eps=spec.norm_eps)
     return replace(spec, attention=attention), layout

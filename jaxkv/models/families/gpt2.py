@@ -4,8 +4,6 @@ Models are Unsupervised Multitask Learners (2019).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
 from jaxkv.models.spec import AttentionSpec, ModelSpec
@@ -33,6 +31,10 @@ NAMES = Names(
 )
 
 
+MASKS = r"transformer\.h\.\d+\.attn\.(attention\.)?(masked_)?bias"
+"""Tensors that say which positions a token sees."""
+
+
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("add_cross_attention", False)
     spec, layout = read_decoder(
@@ -49,8 +51,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
             by_depth=config.flag("scale_attn_by_inverse_layer_idx", False),
         ),
     )
-    masks = (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)
-    return spec, replace(layout, derived=masks)
+    return spec, layout.with_unread(MASKS)
 
 
 def with_width(config: ConfigReader) -> ConfigReader:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import QKV, Layout, read_decoder
-from jaxkv.models.families.gpt2 import KEYS, NAMES, with_width
+from jaxkv.models.families.gpt2 import KEYS, MASKS, NAMES, with_width
 from jaxkv.models.spec import AttentionSpec, ModelSpec
 
 
@@ -27,4 +25,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         norm="layer",
         attention=AttentionSpec(scale=None if config.flag("scale_attn_weights", True) else 1.0),
     )
-    return spec, replace(layout, derived=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",))
+    return spec, layout.with_unread(MASKS)

@@ -4,12 +4,12 @@ model's card, EleutherAI/gpt-neo-2.7B.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from jaxkv.config import is_int
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import FULL, SLIDING, Layout, Names, read_decoder
+from jaxkv.models.families.gpt2 import MASKS
 from jaxkv.models.spec import AttentionSpec, ModelSpec
 
 NAMES = Names(
@@ -28,7 +28,6 @@ NAMES = Names(
     down="mlp.c_proj",
 )
 KINDS = {"global": FULL, "local": SLIDING}
-MASKS = r"transformer\.h\.\d+\.attn\.attention\.(masked_)?bias"
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -52,7 +51,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         norm="layer",
         attention=AttentionSpec(scale=1.0),
     )
-    return spec, replace(layout, derived=(MASKS,))
+    return spec, layout.with_unread(MASKS)
 
 
 def _kinds(config: ConfigReader, num_layers: int) -> list[str]:

@@ -4,8 +4,6 @@ Source: arXiv 2204.06745, 2304.01373.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import Layout, Names, attn_biased, read_decoder
 from jaxkv.models.spec import ModelSpec
@@ -39,4 +37,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         is_parallel=config.flag("use_parallel_residual", True),
     )
     masks = r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"
-    return spec, replace(layout, derived=(*layout.derived, masks))
+    return spec, layout.with_unread(masks)

@@ -4,11 +4,9 @@ Source: the model's card, EleutherAI/gpt-j-6b.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import Layout, Names, read_decoder
-from jaxkv.models.families.gpt2 import KEYS, with_width
+from jaxkv.models.families.gpt2 import KEYS, MASKS, with_width
 from jaxkv.models.spec import ModelSpec, RopeSpec
 
 NAMES = Names(
@@ -43,5 +41,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         norm="layer",
         is_parallel=True,
     )
-    masks = (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)
-    return spec, replace(layout, derived=masks)
+    return spec, layout.with_unread(MASKS)

@@ -20,11 +20,9 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 def with_shared(config: ConfigReader, experts: Experts) -> Experts:
     """Returns the experts with the MLP beside them, if the model has one."""
-    if config.get("shared_intermediate_size") in (None, 0):
-        return experts
     return replace(
         experts,
         shared="shared_mlp.",
-        shared_width=config.size("shared_intermediate_size"),
+        shared_width=config.size("shared_intermediate_size", 0, at_least=0),
         shared_fused=("input_linear.weight", "output_linear.weight"),
     )

@@ -58,7 +58,7 @@ def read(config: ConfigReader, *, interleaved: bool = False) -> tuple[ModelSpec,
         "attn_gate": leaf(f"{LAYER}self_attn.gate_proj.weight", *gate),
         "sinks": sinks,
     }
-    top = dict(layout.top) | joining(hyper, spec.hidden_size, "model.hc_head.hc_head_")
+    top = joining(hyper, spec.hidden_size, "model.hc_head.hc_head_")
     attention = replace(spec.attention, has_sinks=True)
-    layout = replace(layout.in_each_layer(**own), top=top, spellings=SPELLINGS)
+    layout = replace(layout.in_each_layer(**own).with_top(**top), spellings=SPELLINGS)
     return replace(spec, attention=attention), layout

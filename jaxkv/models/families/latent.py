@@ -184,7 +184,7 @@ def with_shared(
     spec = replace(spec, attention=replace(spec.attention, index=index))
     # Some conversions have the tensors nonetheless.
     unread = rf"model\.layers\.({'|'.join(map(str, shared))})\.self_attn\.indexer\..*"
-    return spec, replace(layout, derived=(*layout.derived, unread))
+    return spec, layout.with_unread(unread)
 
 
 def every_few(config: ConfigReader, num_layers: int) -> list[int]:

@@ -48,7 +48,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         routed[name] = leaf(routed[name].source, (count, *rest), ("experts", *axes))
     # Some checkpoints have part of the experts that are none.
     unread = "|".join(str(i) for i in range(experts.count, count))
-    derived = (rf"model\.layers\.\d+\.mlp\.experts\.({unread})\..*",)
+    unread = rf"model\.layers\.\d+\.mlp\.experts\.({unread})\..*"
     spec = replace(
         spec,
         attention=attention,
@@ -56,7 +56,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         layer_kinds=(0, 1) * num_layers,
     )
     layers: tuple[Mapping[str, Leaf], ...] = ({**half, **routed}, half)
-    return spec, replace(layout, layers=layers, derived=(*layout.derived, *derived))
+    return spec, replace(layout, layers=layers).with_unread(unread)
 
 
 def _of_half(one: Leaf) -> Leaf:
@@ -73,8 +73,7 @@ def _read_experts(config: ConfigReader) -> tuple[Experts, int]:
     """Reads the experts, and how many there are beside them that give back what comes in."""
     config.refuse("router_bias", False)
     config.refuse("zero_expert_type", "identity")
-    no_others = config.get("zero_expert_num") in (None, 0)
-    num_identity = 0 if no_others else config.size("zero_expert_num", at_most=MAX_EXPERTS)
+    num_identity = config.size("zero_expert_num", 0, at_least=0, at_most=MAX_EXPERTS)
     experts = Experts(
         count=config.size("n_routed_experts", at_most=MAX_EXPERTS),
         width=config.size("expert_ffn_hidden_size"),

@@ -20,12 +20,8 @@ DERIVED = r"model\.layers\.\d+\.self_attn\.(slope_rate|(query|key|diagonal)_deca
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.num_layers
-    kinds = config.kinds(
-        "layer_types",
-        num_layers,
-        (FULL, LINEAR),
-        [LINEAR if i % 2 else FULL for i in range(num_layers)],
-    )
+    otherwise = [LINEAR if i % 2 else FULL for i in range(num_layers)]
+    kinds = config.kinds("layer_types", num_layers, (FULL, LINEAR), otherwise)
     config.refuse("sliding_window")
     experts = read_mixtral(config)
     router = read_router(config, experts.count, used="num_experts_per_tok", is_normalised=True)
@@ -46,7 +42,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         mlp=_factors(config, "mlp"),
     )
     spec = replace(spec, scales=Scales(stream=stream))
-    return spec, replace(layout, derived=(*layout.derived, DERIVED))
+    return spec, layout.with_unread(DERIVED)
 
 
 def _kinds_in_order(kinds: list[str]) -> list[str]:

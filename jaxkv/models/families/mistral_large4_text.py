@@ -62,8 +62,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = _with_sources(found, config, rotates)
     (rotated,) = {rope.dim for rope in (spec.rope, *spec.layer_ropes) if rope}
     growth = leaf("model.rotary_emb.alpha", (rotated // 2,), (None,))
-    top = {**layout.top, "rope_growth": growth}
-    return spec, replace(layout, top=top, spellings=SPELLINGS)
+    return spec, replace(layout.with_top(rope_growth=growth), spellings=SPELLINGS)
 
 
 def _read_form(config: ConfigReader, rotates: bool, is_dense: bool) -> tuple[ModelSpec, Layout]:

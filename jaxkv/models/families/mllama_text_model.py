@@ -36,9 +36,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     ]
     others = "|".join(str(layer) for layer in range(total) if layer not in kept) or "none"
     layout = replace(
-        layout,
-        top={**layout.top, "embed": replace(embed, part=stored)},
-        derived=(*layout.derived, r"pictures\..*"),
+        layout.with_top(embed=replace(embed, part=stored)).with_unread(r"pictures\..*"),
         spellings=((rf"^model\.layers\.({others})\.", r"pictures.\1."), *numbered),
     )
     return spec, layout

@@ -68,7 +68,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         )
 
     spec, layout = read_forms([layer == 0 for layer in range(num_layers)], read_form)
-    return spec, replace(layout, top={**layout.top, **_around(config, spec, has_bias)})
+    return spec, layout.with_top(**_around(config, spec, has_bias))
 
 
 def _around(config: ConfigReader, spec: ModelSpec, has_bias: bool) -> dict[str, Leaf]:

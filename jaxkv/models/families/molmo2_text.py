@@ -50,9 +50,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     gate, up = leaves["gate"], leaves["up"]
     # The tensor of both has what gates weigh in front of them.
     leaves = {**leaves, "gate": replace(gate, part=up.part), "up": replace(up, part=gate.part)}
-    top = {**layout.top, "embed": replace(layout.top["embed"], source=EMBED)}
-    derived = (*layout.derived, OF_PICTURES)
-    return spec, replace(layout, top=top, layers=(leaves,), derived=derived)
+    layout = layout.with_top(embed=replace(layout.top["embed"], source=EMBED))
+    return spec, replace(layout, layers=(leaves,)).with_unread(OF_PICTURES)
 
 
 def _ropes(config: ConfigReader) -> list[RopeSpec]:

@@ -63,11 +63,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config = config.replaced(**given)
     forms = _forms(config)
     sized = config.replaced(num_hidden_layers=len(forms))
-
-    def read_form(form: str) -> tuple[ModelSpec, Layout]:
-        return _read_form(sized, form)
-
-    return read_forms(forms, read_form)
+    return read_forms(forms, lambda form: _read_form(sized, form))
 
 
 def _forms(config: ConfigReader) -> list[str]:

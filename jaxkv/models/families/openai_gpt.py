@@ -35,5 +35,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         activation="afn",
         norm="layer",
     )
-    masks = (r"transformer\.h\.\d+\.attn\.bias",)
-    return spec, replace(with_norms_behind(layout), derived=masks)
+    return spec, with_norms_behind(layout).with_unread(gpt2.MASKS)

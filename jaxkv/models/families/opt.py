@@ -45,8 +45,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         norm="layer",
     )
     table = positions("model.decoder.embed_positions", spec)
-    top = {**layout.top, "positions": table} | _projections(config, spec, layout)
-    layout = replace(layout, top=top)
+    layout = layout.with_top(positions=table, **_projections(config, spec, layout))
     return spec, layout if is_before else with_norms_behind(layout)
 
 

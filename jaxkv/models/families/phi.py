@@ -11,9 +11,13 @@ from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 NAMES = Names(
-    norm="model.final_layernorm", mlp_norm=None, o="self_attn.dense", gate=None, up="mlp.fc1",
+    norm="model.final_layernorm",
+    mlp_norm=None,
+    o="self_attn.dense",
+    gate=None,
+    up="mlp.fc1",
     down="mlp.fc2",
-)  # fmt: skip
+)
 QK_NORM = {"q_norm": "self_attn.q_layernorm", "k_norm": "self_attn.k_layernorm"}
 
 

@@ -101,4 +101,4 @@ def _num_predictors(config: ConfigReader) -> int:
     given = [key for key in PREDICTORS if config.get(key) is not None]
     if not given:
         return 1
-    return 0 if config.get(given[0]) == 0 else config.size(given[0], at_most=MAX_LAYERS)
+    return config.size(given[0], at_least=0, at_most=MAX_LAYERS)

@@ -26,4 +26,4 @@ OF_PICTURES = (
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = attn_biased(config)
     spec, layout = read_decoder(config, names=QK_NORMED, biased=biased)
-    return spec, replace(layout, spellings=COSMOS, derived=(*layout.derived, OF_PICTURES))
+    return spec, replace(layout, spellings=COSMOS).with_unread(OF_PICTURES)

@@ -49,7 +49,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         spec, layout = _with_index(config, (spec, layout), index)
     own = gated_connections(hyper, rank, spec.hidden_size)
     top = gates(hyper, rank, spec.hidden_size, JOIN, "model.hyper_connection_mixer.")
-    layout = replace(layout.in_each_layer(**own), top={**layout.top, **top})
+    layout = layout.in_each_layer(**own).with_top(**top)
     keepers = read_ngrams(config, linear, channels=hyper.num_streams * spec.hidden_size)
     for layer, keeper in keepers.items():
         spec, layout = with_ngrams(config, (spec, layout), layer, keeper)

@@ -141,16 +141,12 @@ class Found(NamedTuple):
                 raise TypeError("expected softmaxes with entropies")
             seen_RM = self.own.seen_RM + (0 if self.low is None else self.low.seen_RM)
             share *= jnp.clip(1 - entropy / jnp.log(jnp.maximum(seen_RM, 2))[:, None], 0, 1)
-        of_low = (
-            None
-            if self.low is None or like.low_BW is None
-            else self.low.mass(self.softmax.max, share)
-        )
+        low_BW = None
+        if self.low is not None and like.low_BW is not None:
+            low_BW = self.low.mass(self.softmax.max, share)[:, : like.low_BW.shape[1]]
         return Statistics(
             mass_BW=self.own.mass(self.softmax.max, share)[:, : like.mass_BW.shape[1]],
-            low_BW=of_low
-            if of_low is None or like.low_BW is None
-            else of_low[:, : like.low_BW.shape[1]],
+            low_BW=low_BW,
             entropy_B=None if entropy is None else entropy.sum(axis=(1, 2)),
             focused=like.focused,
         )
