@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
+    LAYER,
     QK_NORMED,
     SLIDING,
     Layout,
@@ -60,6 +61,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
             scale=config.number("route_scale", 1.0),
         ),
     )
-    source = "model.layers.{layer}.self_attn.gate_proj.weight"
+    source = f"{LAYER}self_attn.gate_proj.weight"
     shape = (spec.num_heads * spec.head_dim, hidden)
     return spec, layout.in_each_layer(attn_gate=leaf(source, shape, ("heads", "model")))

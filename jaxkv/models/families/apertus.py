@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QK_NORMED, Layout, attn_biased, leaf, read_decoder
+from jaxkv.models.families.base import LAYER, QK_NORMED, Layout, attn_biased, leaf, read_decoder
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.layers import XIELU
 
@@ -20,9 +20,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = read_decoder(config, names=names, biased=biased, activations=(XIELU,))
     shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
     activation = {
-        f"act_{name}": leaf(
-            f"model.layers.{{layer}}.mlp.act_fn.{name}", shape, (None,) * len(shape)
-        )
+        f"act_{name}": leaf(f"{LAYER}mlp.act_fn.{name}", shape, (None,) * len(shape))
         for name, shape in shapes.items()
     }
     return spec, layout.in_each_layer(**activation)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import LLAMA, Layout, leaf
+from jaxkv.models.families.base import LAYER, Layout, leaf
 from jaxkv.models.families.deepseek_v3 import read_deepseek
 from jaxkv.models.families.experts import first_dense, listed_dense
 from jaxkv.models.spec import ModelSpec
@@ -14,7 +14,7 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = read_deepseek(config, is_dense=read_dense(config))
-    source = f"{LLAMA.layer}post_mlp_layernorm.weight"
+    source = f"{LAYER}post_mlp_layernorm.weight"
     norm = {"post_mlp_norm": leaf(source, (spec.hidden_size,), ("model",))}
     layers = tuple({**one, **norm} if "router" in one else one for one in layout.layers)
     unused = r"model\.layers\.\d+\.post_mlp_layernorm\.weight"  # of layers without experts

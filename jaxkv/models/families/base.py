@@ -23,6 +23,9 @@ from jaxkv.models.spec import NO_KEYS, KVGroup, ModelSpec, RopeSpec, StateSpec
 from jaxkv.ops.layers import ACTIVATIONS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+LAYER = "model.layers.{layer}."
+"""Begins the names of a layer's tensors in most families."""
+
 Form = TypeVar("Form", bound=Hashable)
 
 
@@ -144,7 +147,7 @@ class Names:
     positions: str | None = None
     norm: str | None = "model.norm"
     head: str = "lm_head"
-    layer: str = "model.layers.{layer}."
+    layer: str = LAYER
     attn_norm: str | None = "input_layernorm"
     post_attn_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"

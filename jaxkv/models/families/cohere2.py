@@ -5,14 +5,7 @@ nothing. Source: arXiv 2504.00698.
 from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import (
-    SLIDING,
-    Layout,
-    Names,
-    attn_biased,
-    read_decoder,
-    read_kinds,
-)
+from jaxkv.models.families.base import SLIDING, Layout, Names, attn_biased, read_decoder, read_kinds
 from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import ModelSpec, Scales
 

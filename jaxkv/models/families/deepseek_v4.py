@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
+    LAYER,
     Layout,
     Leaf,
     Names,
@@ -39,7 +40,6 @@ from jaxkv.ops.attention import EntryShape
 from jaxkv.ops.attention.sweep import BLOCK
 from jaxkv.weights.tree import TOKEN_EXPERTS
 
-LAYER = "model.layers.{layer}."
 NEAR, CHOSEN, HEAVY = (
     "sliding_attention",
     "compressed_sparse_attention",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
+    LAYER,
     QK_NORMED,
     SLIDING,
     Layout,
@@ -49,7 +50,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
             is_normalised=config.flag("norm_topk_prob", True),
         ),
     )
-    source = "model.layers.{layer}.self_attn.softmax_offset"
+    source = f"{LAYER}self_attn.softmax_offset"
     layout = layout.in_each_layer(sinks=leaf(source, (spec.num_heads,), ("heads",)))
     spellings = ((r"\.self_attn\.sinks$", ".self_attn.softmax_offset"),)
     return spec, replace(layout, spellings=spellings)

@@ -14,6 +14,7 @@ from jaxkv.config import is_int
 from jaxkv.models.altup import JOIN, ROUTER, SPREAD
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
+    LAYER,
     Layout,
     Leaf,
     attn_biased,
@@ -121,7 +122,7 @@ def _cutoffs(config: ConfigReader, num_layers: int) -> Sequence[float | None]:
 
 def _streams(config: ConfigReader) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
     """Lists the tensors that make streams and join them, and those of a layer that weigh them."""
-    hidden, layer = config.size("hidden_size"), "model.layers.{layer}.altup."
+    hidden, layer = config.size("hidden_size"), f"{LAYER}altup."
     count = config.size("altup_num_inputs", at_least=2, at_most=MAX_STREAMS)
     top = {
         name.format(i + 1): leaf(f"model.{source}.{i}.weight", (hidden, hidden), (None, "model"))
@@ -145,7 +146,7 @@ def _streams(config: ConfigReader) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
 def _laurel(config: ConfigReader) -> dict[str, Leaf]:
     """Lists the tensors of the map beside a layer's attention."""
     hidden, rank = config.size("hidden_size"), config.size("laurel_rank")
-    layer = "model.layers.{layer}.laurel."
+    layer = f"{LAYER}laurel."
     return {
         "laurel_down": leaf(f"{layer}linear_left.weight", (rank, hidden), (None, "model")),
         "laurel_up": leaf(f"{layer}linear_right.weight", (hidden, rank), ("model", None)),

@@ -11,6 +11,7 @@ from typing import Any
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
+    LAYER,
     SANDWICH,
     Layout,
     Leaf,
@@ -44,7 +45,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = read_forms(forms, lambda form: _read_form(config, form, kinds))
     has_own = config.size("hidden_size_per_layer_input", 0, at_least=0) > 0
     own_top, own_layer = own_inputs(config, config.num_layers) if has_own else ({}, {})
-    own_layer["scalar"] = leaf("model.layers.{layer}.layer_scalar", (1,), (None,))
+    own_layer["scalar"] = leaf(f"{LAYER}layer_scalar", (1,), (None,))
     layout = layout.in_each_layer(**own_layer).with_top(**own_top)
     # transformers drops what shared layers would have.
     return with_sources(spec, sources), layout.with_unread(*unused_keys(sources))
@@ -99,17 +100,16 @@ def _experts(config: ConfigReader) -> tuple[dict[str, Leaf], Router]:
         router="router.proj",
         fused=("experts.gate_up_proj", "experts.down_proj"),
     )
-    layer = "model.layers.{layer}."
     norms = {
         "router_norm": "router.scale",
         "routed_norm": "pre_feedforward_layernorm_2.weight",
         "post_routed_norm": "post_feedforward_layernorm_2.weight",
         "post_dense_norm": "post_feedforward_layernorm_1.weight",
     }
-    leaves = experts.leaves(layer, hidden) | {
-        name: leaf(f"{layer}{source}", (hidden,), ("model",)) for name, source in norms.items()
+    leaves = experts.leaves(LAYER, hidden) | {
+        name: leaf(f"{LAYER}{source}", (hidden,), ("model",)) for name, source in norms.items()
     }
-    leaves["router_gain"] = leaf(f"{layer}router.per_expert_scale", (count,), ("experts",))
+    leaves["router_gain"] = leaf(f"{LAYER}router.per_expert_scale", (count,), ("experts",))
     router = read_router(
         config, count, used="top_k_experts", is_normalised=True, logit_scale=hidden**-0.5
     )
@@ -182,7 +182,6 @@ def own_inputs(config: ConfigReader, num_layers: int) -> tuple[dict[str, Leaf], 
     """Lists the tensors that make what each layer gets beside the stream, and use it."""
     hidden, width = config.size("hidden_size"), config.size("hidden_size_per_layer_input")
     vocab, total = config.size("vocab_size_per_layer_input"), num_layers * width
-    layer = "model.layers.{layer}."
     top = {
         "own_embed": leaf("model.embed_tokens_per_layer.weight", (vocab, total), (None, None)),
         "own_proj": leaf(
@@ -191,9 +190,9 @@ def own_inputs(config: ConfigReader, num_layers: int) -> tuple[dict[str, Leaf], 
         "own_norm": leaf("model.per_layer_projection_norm.weight", (width,), (None,)),
     }
     own = {
-        "own_gate": leaf(f"{layer}per_layer_input_gate.weight", (width, hidden), (None, "model")),
-        "own_out": leaf(f"{layer}per_layer_projection.weight", (hidden, width), ("model", None)),
-        "own_out_norm": leaf(f"{layer}post_per_layer_input_norm.weight", (hidden,), ("model",)),
+        "own_gate": leaf(f"{LAYER}per_layer_input_gate.weight", (width, hidden), (None, "model")),
+        "own_out": leaf(f"{LAYER}per_layer_projection.weight", (hidden, width), ("model", None)),
+        "own_out_norm": leaf(f"{LAYER}post_per_layer_input_norm.weight", (hidden,), ("model",)),
     }
     return top, own
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, Layout
+from jaxkv.models.families.base import FULL, LAYER, Layout
 from jaxkv.models.families.delta import (
     CONV_ACTIVATIONS,
     LINEAR,
@@ -22,7 +22,6 @@ from jaxkv.models.families.latent import read_index, read_latent
 from jaxkv.models.families.streams import connections, read_mixed_streams
 from jaxkv.models.spec import GateLimits, ModelSpec, Scales
 
-LAYER = "model.layers.{layer}."
 INDEXED = ("indexed_attention", "deepseek_sparse_attention", FULL)
 LEAST_DECAY = -5.0
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
+    LAYER,
     Layout,
     Leaf,
     Part,
@@ -19,8 +20,6 @@ from jaxkv.models.families.base import (
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
 from jaxkv.models.spec import AttentionSpec, ModelSpec
 from jaxkv.ops.layers import CLAMPED
-
-LAYER = "model.layers.{layer}."
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:

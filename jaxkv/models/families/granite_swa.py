@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
+    LAYER,
     Layout,
     attn_biased,
     leaf,
@@ -33,7 +34,7 @@ def read(config: ConfigReader, **more: Any) -> tuple[ModelSpec, Layout]:
         scales=scales(config),
         **more,
     )
-    sinks = leaf("model.layers.{layer}.self_attn.sinks", (spec.num_heads,), ("heads",))
+    sinks = leaf(f"{LAYER}self_attn.sinks", (spec.num_heads,), ("heads",))
     return spec, layout.in_each_layer(sinks=sinks)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, LLAMA, Layout, attn_biased, read_decoder
+from jaxkv.models.families.base import FULL, LAYER, LLAMA, Layout, attn_biased, read_decoder
 from jaxkv.models.families.delta import LINEAR
 from jaxkv.models.families.experts import read_router
 from jaxkv.models.families.granite import scales
@@ -25,7 +25,7 @@ DENSE = replace(LLAMA, gate_up="shared_mlp.input_linear", down="shared_mlp.outpu
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.num_layers
     kinds = config.kinds("layer_types", num_layers, (FULL, LINEAR, *OLD_NAMES))
-    mixer, leaves = read_bamba_mixer(config, f"{LLAMA.layer}mamba.", norm_eps=1e-6)
+    mixer, leaves = read_bamba_mixer(config, f"{LAYER}mamba.", norm_eps=1e-6)
     layers = [layer for layer, kind in enumerate(kinds) if OLD_NAMES.get(kind, kind) == LINEAR]
     return with_mixer(_read_decoder(config, num_layers), layers, mixer, leaves)
 

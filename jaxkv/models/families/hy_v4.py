@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import Layout, leaf
+from jaxkv.models.families.base import LAYER, Layout, leaf
 from jaxkv.models.families.experts import listed_dense, read_grouped
 from jaxkv.models.families.latent import read_index, read_latent, with_shared
 from jaxkv.models.families.streams import connections, joining, read_streams
 from jaxkv.models.spec import GateLimits, ModelSpec, Scales
 
-LAYER = "model.layers.{layer}."
 SPELLINGS = (
     (r"\.hc_pre\.hc_", ".hc_"),
     (r"\.learnable_sink_param$", ".sinks"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, Layout, Leaf, Part, leaf
+from jaxkv.models.families.base import FULL, LAYER, Layout, Leaf, Part, leaf
 from jaxkv.models.families.delta import (
     CHANNELS,
     CONV_ACTIVATIONS,
@@ -21,7 +21,7 @@ from jaxkv.models.families.latent import read_latent
 from jaxkv.models.recurrent import GatedDelta
 from jaxkv.models.spec import ModelSpec
 
-PREFIX = "model.layers.{layer}.self_attn."
+PREFIX = f"{LAYER}self_attn."
 RENAMED = {
     "max_position_embeddings": "model_max_length",
     "n_group": "num_expert_group",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
+    LAYER,
     QK_NORMED,
     SLIDING,
     Layout,
@@ -82,7 +83,7 @@ def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[Model
     if given is not True and given not in ("per-head", "per-element"):
         raise config.fail("gating", "true, per-head or per-element")
     rows = spec.num_heads * (spec.head_dim if given == "per-element" else 1)
-    source = "model.layers.{layer}.self_attn.g_proj.weight"
+    source = f"{LAYER}self_attn.g_proj.weight"
     gate = leaf(source, (rows, spec.hidden_size), ("heads", "model"))
     spec = replace(spec, groups=(replace(spec.groups[0], num_heads=num_heads),))
     return spec, layout.in_each_layer(attn_gate=gate)

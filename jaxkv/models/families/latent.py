@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import LLAMA, Layout, Leaf, Part, leaf, read_decoder
+from jaxkv.models.families.base import LAYER, Layout, Leaf, Part, leaf, read_decoder
 from jaxkv.models.families.hybrid import INDEX, with_leaves, without_attention
 from jaxkv.models.rope_config import read_rope, rope_section, yarn_mscale
 from jaxkv.models.spec import AttentionSpec, IndexSpec, ModelSpec, QueryTemperature, RopeSpec
@@ -90,7 +90,7 @@ def _leaves(
     """Describes the arrays of a layer's attention."""
     (plain, rotated, rank), num_heads = dims, spec.num_heads
     value = config.size("v_head_dim", max(1, hidden // num_heads), at_most=MAX_HEAD)
-    prefix, has_biases = f"{LLAMA.layer}self_attn.", config.flag("attention_bias", False)
+    prefix, has_biases = f"{LAYER}self_attn.", config.flag("attention_bias", False)
 
     def matrix(name: str, source: str, shape: tuple[int, int], *axes: str | None) -> None:
         found[name] = leaf(f"{prefix}{source}.weight", shape, axes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, SLIDING, Layout, attn_biased, leaf
+from jaxkv.models.families.base import FULL, LAYER, SLIDING, Layout, attn_biased, leaf
 from jaxkv.models.families.lfm2 import CONV, NAMES, read_convolutions
 from jaxkv.models.rope_config import read_layer_ropes
 from jaxkv.models.spec import ModelSpec
@@ -44,7 +44,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     if not config.flag("use_attention_gate", True):
         return spec, layout
-    source = "model.layers.{layer}.self_attn.gate_proj.weight"
+    source = f"{LAYER}self_attn.gate_proj.weight"
     gate = {"attn_gate": leaf(source, (spec.num_heads, spec.hidden_size), ("heads", "model"))}
     layers = tuple({**one, **gate} if "q" in one else one for one in layout.layers)
     spellings = ((r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),)

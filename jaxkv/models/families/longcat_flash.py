@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
-from jaxkv.models.families.base import LLAMA, Layout, Leaf, leaf
+from jaxkv.models.families.base import LAYER, Layout, Leaf, leaf
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
 from jaxkv.models.families.latent import MAX_HEAD, read_latent
 from jaxkv.models.spec import ModelSpec
@@ -61,7 +61,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 def _of_half(one: Leaf) -> Leaf:
     """Returns an array of a layer as it is called in a list of two."""
-    own = one.source.removeprefix(LLAMA.layer)
+    own = one.source.removeprefix(LAYER)
     name, rest = own.split(".", 1)
     if name not in OWN:
         raise ValueError(f"expected an array of {', '.join(OWN)}, got {own}")

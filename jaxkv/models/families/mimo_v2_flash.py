@@ -7,7 +7,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, QKV, SLIDING, Layout, leaf, read_decoder, read_forms
+from jaxkv.models.families.base import (
+    FULL,
+    LAYER,
+    QKV,
+    SLIDING,
+    Layout,
+    leaf,
+    read_decoder,
+    read_forms,
+)
 from jaxkv.models.families.experts import listed_dense, read_grouped
 from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec, Scales
@@ -42,7 +51,7 @@ def _read_form(
         router=router if is_routed else None,
     )
     if kind == SLIDING:
-        source = "model.layers.{layer}.self_attn.attention_sink_bias"
+        source = f"{LAYER}self_attn.attention_sink_bias"
         layout = layout.in_each_layer(sinks=leaf(source, (spec.num_heads,), ("heads",)))
     return spec, layout
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, LLAMA, Layout, Leaf, leaf, read_decoder
+from jaxkv.models.families.base import FULL, LAYER, Layout, Leaf, leaf, read_decoder
 from jaxkv.models.families.delta import CHANNELS, LINEAR
 from jaxkv.models.families.experts import read_mixtral, read_router
 from jaxkv.models.families.hybrid import rows_of, with_mixer
@@ -60,7 +60,7 @@ def _factors(config: ConfigReader, name: str) -> tuple[float, float]:
 
 def _leaves(mixer: Lightning, hidden: int) -> dict[str, Leaf]:
     """Describes the arrays of a layer's mixer."""
-    prefix, inner = f"{LLAMA.layer}self_attn.", mixer.num_heads * mixer.head_dim
+    prefix, inner = f"{LAYER}self_attn.", mixer.num_heads * mixer.head_dim
     names = ("light_q", "light_k", "light_v")
     sizes, axes = dict.fromkeys(names, inner), dict.fromkeys(names, CHANNELS)
     found = rows_of(f"{prefix}qkv_proj.weight", sizes, hidden, axes, num_blocks=mixer.num_heads)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, QK_NORMED, Layout, Leaf, leaf, read_decoder
+from jaxkv.models.families.base import FULL, LAYER, QK_NORMED, Layout, Leaf, leaf, read_decoder
 from jaxkv.models.families.experts import listed_dense, read_mixtral, read_router
 from jaxkv.models.families.gpt_oss import refuse_other_gates
 from jaxkv.models.families.hybrid import with_leaves
@@ -109,7 +109,7 @@ def _index(config: ConfigReader) -> BlockIndexSpec:
 
 def _index_leaves(num_kv_heads: int, head_dim: int, hidden: int) -> Mapping[str, Leaf]:
     """Describes the arrays of index heads."""
-    prefix = "model.layers.{layer}.self_attn.index_"
+    prefix = f"{LAYER}self_attn.index_"
 
     def norm(name: str) -> Leaf:
         return leaf(f"{prefix}{name}_norm.weight", (head_dim,), (None,))

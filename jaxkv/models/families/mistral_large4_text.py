@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import LLAMA, Layout, Leaf, leaf, read_forms
+from jaxkv.models.families.base import LAYER, Layout, Leaf, leaf, read_forms
 from jaxkv.models.families.experts import first_dense, listed_dense, read_grouped
 from jaxkv.models.families.hybrid import with_leaves
 from jaxkv.models.families.latent import every_few, read_index, read_latent, with_shared
 from jaxkv.models.families.smollm3 import read_rotates
 from jaxkv.models.spec import ModelSpec, Scales
 
-ATTENTION = f"{LLAMA.layer}self_attn."
+ATTENTION = f"{LAYER}self_attn."
 
 SPELLINGS = (
     (r"^tok_embeddings\.", "model.embed_tokens."),

@@ -11,13 +11,13 @@ from itertools import accumulate, count, islice
 
 from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import Layout, Leaf, Part, leaf
+from jaxkv.models.families.base import LAYER, Layout, Leaf, Part, leaf
 from jaxkv.models.families.delta import MAX_KERNEL
 from jaxkv.models.families.hybrid import with_leaves
 from jaxkv.models.recurrent import Ngrams
 from jaxkv.models.spec import ModelSpec, StateSpec
 
-LAYER, TABLES = "model.layers.{layer}.", "ple.ple_embedding."
+TABLES = "ple.ple_embedding."
 MAX_NGRAM, MAX_TABLES = 16, 4096
 SEED_STEP = 10007
 """Between the seeds of layers that add what n-grams say."""

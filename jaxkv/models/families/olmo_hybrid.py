@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
+    LAYER,
     LLAMA,
     POST_NORMED,
     Layout,
@@ -27,7 +28,7 @@ from jaxkv.models.families.hybrid import with_mixer
 from jaxkv.models.recurrent import GatedDelta
 from jaxkv.models.spec import AttentionSpec, ModelSpec
 
-PREFIX = "model.layers.{layer}.linear_attn."
+PREFIX = f"{LAYER}linear_attn."
 SPELLINGS = (
     (r"\.attention_layer_norm\.", ".input_layernorm."),
     (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jaxkv.models.families.base import Layout, Leaf, leaf
+from jaxkv.models.families.base import LAYER, Layout, Leaf, leaf
 from jaxkv.models.spec import ModelSpec
 
 
@@ -20,8 +20,8 @@ class Names:
     the model's.
     """
 
-    prefix: str = "model.layers.{layer}."
-    block: str = "model.layers.{layer}."
+    prefix: str = LAYER
+    block: str = LAYER
     token_norm: str = "enorm"
     hidden_norm: str = "hnorm"
     join: str = "eh_proj"
@@ -79,7 +79,7 @@ def read_predictor(spec: ModelSpec, layout: Layout) -> tuple[ModelSpec, Layout]:
         own_head = leaf(f"{prefix}{names.head}.weight", *matrix, same_as=head.source)
         top["own_head"] = own_head
     leaves = {
-        name: replace(one, source=one.source.replace("model.layers.{layer}.", block))
+        name: replace(one, source=one.source.replace(LAYER, block))
         for name, one in _leaves_of(layout, kind).items()
     }
     own = replace(

@@ -9,7 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
-from jaxkv.models.families.base import QK_NORMED, Layout, Leaf, Names, attn_biased, read_decoder
+from jaxkv.models.families.base import (
+    LAYER,
+    QK_NORMED,
+    Layout,
+    Leaf,
+    Names,
+    attn_biased,
+    read_decoder,
+)
 from jaxkv.models.families.delta import (
     CONV_ACTIVATIONS,
     MIXED,
@@ -24,7 +32,7 @@ from jaxkv.models.families.hybrid import with_mixer
 from jaxkv.models.recurrent import GatedDelta
 from jaxkv.models.spec import ModelSpec
 
-PREFIX = "model.layers.{layer}.linear_attn."
+PREFIX = f"{LAYER}linear_attn."
 
 PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 

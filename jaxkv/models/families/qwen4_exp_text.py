@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, QK_NORMED, Layout, leaf
+from jaxkv.models.families.base import FULL, LAYER, QK_NORMED, Layout, leaf
 from jaxkv.models.families.delta import LINEAR, read_linear_layers
 from jaxkv.models.families.hybrid import rows_of, with_leaves
 from jaxkv.models.families.latent import MAX_HEAD
@@ -20,7 +20,6 @@ from jaxkv.models.recurrent.delta import GATES
 from jaxkv.models.spec import AttentionSpec, IndexSpec, ModelSpec, Scales
 from jaxkv.ops.attention.sweep import BLOCK
 
-LAYER = "model.layers.{layer}."
 INDEXED = "indexed_attention"
 NAMES = replace(QK_NORMED, norm=None, attn_norm=None, mlp_norm=None)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import (
     FULL,
+    LAYER,
     QK_NORMED,
     SLIDING,
     Layout,
@@ -143,7 +144,7 @@ def _read_form(config: ConfigReader, form: Form, kinds: list[str]) -> tuple[Mode
         experts=(lambda *of: _experts(config, count, *of)) if form.is_routed else None,
         router=router if form.is_routed else None,
     )
-    source = "model.layers.{layer}.self_attn.g_proj.weight"
+    source = f"{LAYER}self_attn.g_proj.weight"
     gate = leaf(source, (form.num_heads, spec.hidden_size), ("heads", "model"))
     spec = replace(spec, groups=(replace(spec.groups[0], num_heads=form.num_heads),))
     return spec, layout.in_each_layer(attn_gate=gate)

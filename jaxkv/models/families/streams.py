@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import Leaf, leaf
+from jaxkv.models.families.base import LAYER, Leaf, leaf
 from jaxkv.models.hyper import JOIN
 from jaxkv.models.spec import HyperSpec
 
@@ -46,7 +46,7 @@ def gated_connections(asked: HyperSpec, rank: int, hidden: int) -> dict[str, Lea
     found: dict[str, Leaf] = {}
     count = asked.num_streams
     for name in ("attn_hyper", "mlp_hyper"):
-        prefix = f"model.layers.{{layer}}.{name}_connection."
+        prefix = f"{LAYER}{name}_connection."
         found |= gates(asked, rank, hidden, name, prefix)
         inject = f"{prefix}block_inject_weight.weight"
         found[f"{name}_inject"] = leaf(inject, (count, count * hidden), ("streams", None))
@@ -68,7 +68,7 @@ def connections(asked: HyperSpec, hidden: int, sources: tuple[str, str]) -> dict
     found, count, has_matrix = {}, asked.num_streams, asked.num_rounds > 0
     rows = count * (2 + count * has_matrix)
     for name, source in zip(("attn_hyper", "mlp_hyper"), sources, strict=True):
-        prefix = f"model.layers.{{layer}}.{source}"
+        prefix = f"{LAYER}{source}"
         found[name] = leaf(f"{prefix}fn", (rows, count * hidden), ("streams", None))
         found[f"{name}_bias"] = leaf(f"{prefix}base", (rows,), (None,))
         found[f"{name}_scale"] = leaf(f"{prefix}scale", (2 + has_matrix,), (None,))

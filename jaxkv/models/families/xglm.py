@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families import opt
-from jaxkv.models.families.base import QKV, Layout, read_decoder
+from jaxkv.models.families.base import LAYER, QKV, Layout, read_decoder
 from jaxkv.models.spec import ModelSpec, Scales, Sinusoid
 
 KEYS = {
@@ -16,9 +16,7 @@ KEYS = {
     "num_hidden_layers": "num_layers",
     "intermediate_size": "ffn_dim",
 }
-NAMES = replace(
-    opt.NAMES, embed="model.embed_tokens", norm="model.layer_norm", layer="model.layers.{layer}."
-)
+NAMES = replace(opt.NAMES, embed="model.embed_tokens", norm="model.layer_norm", layer=LAYER)
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
