@@ -39,7 +39,7 @@ from jaxkv.holding.handles import cut, free_pages, reserve
 from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PagedKV, PageTables, Store, empty_store
-from jaxkv.models.spec import ModelSpec
+from jaxkv.models.spec import KVGroup, ModelSpec
 from jaxkv.ops import native
 from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.placement import Placement
@@ -74,6 +74,11 @@ class Model:
     eos_ids: frozenset[int] = static()
     tokenizer: Any | None = static()
 
+    def __repr__(self) -> str:
+        # Without the arrays, which a notebook would fetch from the device to show their numbers.
+        spec = self.spec
+        return f"<Model: {spec.family}, {spec.num_layers} layers, {self.blueprint.dtype}>"
+
     @property
     def spec(self) -> ModelSpec:
         return self.blueprint.spec
@@ -94,6 +99,15 @@ class State:
     rows: tuple[KVHandle, ...] = static()
     limits: EngineConfig = static()
     backend: str = static()
+    groups: tuple[KVGroup, ...] = static()
+    """Says which layers of its model keep which keys and values."""
+
+    def __repr__(self) -> str:
+        free, pages = len(self.free_pages), self.limits.num_pages
+        return (
+            f"<State: rows of {self.lengths} tokens, {free} of {pages} pages of "
+            f"{self.limits.block_size} free>"
+        )
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -232,7 +246,8 @@ def empty(
         if name not in OWN_NAMES:
             raise
         raise ValueError(f"{OWN_NAMES[name]}:{what}") from error
-    return State(paged, (KVHandle(),) * num_rows, sized.limits, sized.backend)
+    rows = (KVHandle(),) * num_rows
+    return State(paged, rows, sized.limits, sized.backend, before.spec.groups)
 
 
 def prefill(model: Model, kv: State, prompts: Any) -> tuple[State, jax.Array]:
@@ -242,6 +257,7 @@ def prefill(model: Model, kv: State, prompts: Any) -> tuple[State, jax.Array]:
     Returns the new state and the logits after each row's last token, [B, V] float32, in the order
     of `prompts`.
     """
+    _check_fits(model, kv)
     asked = prompts_by_row(prompts, len(kv.rows), model.spec.vocab_size)
     kv = _with_room(kv, {row: len(ids) for row, ids in asked.items()})
     left, logits_of = asked, dict[int, jax.Array]()
@@ -269,6 +285,9 @@ def decode(
     Returns the new state and the new tokens, [B, n] int32, in the order of `tokens`, -1 after a
     row's end. A row's last one is not stored yet: give it to the next `decode` or `prefill`.
     """
+    _check_fits(model, kv)
+    if any(isinstance(pool, jax.core.Tracer) for pool in kv.paged.pools):
+        raise ValueError("decode reads its tokens, so no program traces it: `extend` is for those")
     if not is_int(n := _own_number(n)) or not 1 <= n <= kv.limits.max_len:
         raise ValueError(f"n: expected a number of tokens from 1 to {kv.limits.max_len}, got {n!r}")
     newest = tokens_by_row(tokens, len(kv.rows), model.spec.vocab_size)
@@ -387,6 +406,7 @@ def extend(
     devices, with embeddings or experts by token in its layers or that chooses keys by blocks,
     RuntimeError for a consumed state.
     """
+    _check_fits(model, kv)
     room, size = continuation.own.stores[0].page_size, model.spec.hidden_size
     embedded = jnp.asarray(embedded)
     if embedded.ndim != 2 or embedded.shape[1] != size or not 1 <= embedded.shape[0] <= room:
@@ -434,6 +454,27 @@ def _check_device(model: Model) -> None:
             "continuations: expected a model on one device, got one that is divided over "
             f"{model.placement.size}"
         )
+
+
+def _check_fits(model: Any, kv: Any) -> None:
+    """Raises: ValueError for what is no model or no state, or a state of another shape."""
+    if not isinstance(model, Model) or not isinstance(kv, State):
+        got = f"{type(model).__name__}, {type(kv).__name__}"
+        raise ValueError(f"expected a Model and a State, got {got}")
+    if kv.groups != model.spec.groups:
+        raise ValueError(
+            f"expected a state that `empty` has made for a model with "
+            f"{_layers(model.spec.groups)}, got one for {_layers(kv.groups)}"
+        )
+
+
+def _layers(groups: Sequence[KVGroup]) -> str:
+    """Describes what layers keep, for errors."""
+    return " and ".join(
+        f"{len(one.layers)} layers of {one.num_kv_heads} KV heads of {one.head_dim}"
+        + (f" (window {one.window})" if one.window else "")
+        for one in groups
+    )
 
 
 def _check_alive(kv: State) -> None:

@@ -256,6 +256,45 @@ def test_what_is_refused_leaves_the_state_as_it_was(model, kv):
     assert tokens.tolist() == jk.decode(model, alone, {2: int(logits[0].argmax())}, n=3)[1].tolist()
 
 
+def test_a_state_goes_with_a_model_that_keeps_the_same(model, kv, tmp_path):
+    config = tiny_config("llama-3", num_hidden_layers=2, num_key_value_heads=3)
+    other = jk.load(make_checkpoint(tmp_path, config), dtype="float32", skip_tokenizer_init=True)
+    refused = (
+        "made for a model with 2 layers of 3 KV heads of 8, got one for 3 layers of 2 KV heads"
+    )
+    start, x = jk.continuation(kv, 0, room=2), jk.embed(other, [5])
+    for call in (
+        lambda: jk.prefill(other, kv, [[5]]),
+        lambda: jk.decode(other, kv, [5]),
+        lambda: jk.extend(other, kv, start, x),
+    ):
+        with pytest.raises(ValueError, match=refused):
+            call()
+    with pytest.raises(ValueError, match="expected a Model and a State, got State, Model"):
+        jk.prefill(kv, model, [[5]])
+    jk.prefill(model, kv, [[5]])
+
+
+def test_what_a_program_traces_is_no_number_of_decode_and_prefill(model, kv):
+    traced = {
+        "so no program traces it: `extend` is for those": lambda kv: jk.decode(model, kv, [5])[1],
+        "in there use `embed` and `extend`": lambda kv: jk.prefill(model, kv, [kv.paged.pools[0]]),
+    }
+    for message, program in traced.items():
+        with pytest.raises(ValueError, match=message):
+            jax.jit(program)(kv)
+    for tokens in (jnp.arange(2), jnp.arange(2)[None]):
+        with pytest.raises(ValueError, match="in there use `embed` and `extend`"):
+            jax.vmap(lambda token: jk.decode(model, kv, {0: token})[1])(tokens)
+
+
+def test_models_and_states_are_shown_without_their_arrays(model, kv):
+    assert repr(model) == "<Model: llama, 3 layers, float32>"
+    assert (
+        repr(kv) == f"<State: rows of (0, 0, 0, 0) tokens, {PAGES} of {PAGES} pages of {SIZE} free>"
+    )
+
+
 def test_a_state_that_was_on_the_host_goes_on(model, kv):
     kv, _ = jk.prefill(model, kv, PROMPTS)
     saved = jax.device_get(kv)

@@ -291,9 +291,9 @@ class AsyncLLM(AsyncPoolingCalls):
         """Draws what `LLM.prefix_tree` does."""
         return await self._engine.ask(self._llm.prefix_tree)
 
-    async def reset_prefix_cache(self) -> None:
+    async def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache as `LLM.reset_prefix_cache` does."""
-        await self._engine.ask(self._llm.reset_prefix_cache)
+        return await self._engine.ask(self._llm.reset_prefix_cache)
 
     async def update_weights(self, weights: str | os.PathLike[str] | Mapping[str, Any]) -> None:
         """Does what `LLM.update_weights` does; requests run while the new weights are loaded."""

@@ -521,11 +521,12 @@ class LLM(PoolingCalls):
 
         return engine_html(self.describe(), self._engine, self._budget)
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache: nothing computed so far is used for requests that come from now
-        on.
+        on. Returns True, as vLLM does where it could.
         """
         self._front.forget()
+        return True
 
     def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
         """Counters, gauges and histograms under vLLM's names (and some of our own), behind

@@ -9,9 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from jaxkv.api.arguments import check_none, check_requests, request_of
+from jaxkv.api.arguments import IS_BAR, check_none, check_requests, request_of
 from jaxkv.build.model import Model
-from jaxkv.build.options import IS_BOOL
 from jaxkv.build.pooling import Pooling, unit
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.handover import Handover
@@ -74,7 +73,9 @@ class PoolingCalls:
         """Tells whether the model makes vectors and scores in place of text."""
         return self._model.pooling is not None
 
-    def _run(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, submissions: list[Submission], use_tqdm: bool | Callable[..., Any]
+    ) -> list[RequestOutput]:
         raise NotImplementedError
 
     def embed(
@@ -82,7 +83,7 @@ class PoolingCalls:
         prompts: Prompt | Sequence[Prompt],
         *,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: None = None,
@@ -138,7 +139,7 @@ class PoolingCalls:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: None = None,
@@ -152,7 +153,7 @@ class PoolingCalls:
         prompts: Prompt | Sequence[Prompt],
         *,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: None = None,
@@ -171,7 +172,7 @@ class PoolingCalls:
         /,
         *,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
@@ -274,9 +275,11 @@ class PoolingCalls:
             for (request, x), one in zip(pooled, params, strict=True)
         ]
 
-    def _pooled(self, call: PoolingCall[T], use_tqdm: bool, lora_request: Any) -> list[T]:
+    def _pooled(
+        self, call: PoolingCall[T], use_tqdm: bool | Callable[..., Any], lora_request: Any
+    ) -> list[T]:
         """Computes the prompts of a call and returns its results."""
-        IS_BOOL("use_tqdm", use_tqdm)
+        IS_BAR("use_tqdm", use_tqdm)
         submissions = self._accept_pooling(call, lora_request)
         self._run(submissions, use_tqdm)
         return call.results(submissions)

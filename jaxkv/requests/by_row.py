@@ -35,6 +35,13 @@ def by_row(given: Any, num_rows: int, read: Callable[[str, Any], T]) -> dict[int
     Raises: ValueError for a row that there is not, CapacityError for a list that is too long, but
     before that what `read` does: tokens that are not in a list of their own are no rows.
     """
+    each = given.values() if isinstance(given, Mapping) else given
+    each = each if isinstance(each, Iterable) and not isinstance(each, jax.Array) else [each]
+    if any(isinstance(one, jax.core.Tracer) for one in each):
+        raise ValueError(
+            "expected numbers, got what a program under `jit`, `vmap` or `grad` traces: in there "
+            "use `embed` and `extend`"
+        )
     if not isinstance(given, Mapping):
         given = np.asarray(given) if isinstance(given, jax.Array) else given
         is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)

@@ -87,8 +87,11 @@ def parse(prompt: Prompt) -> tuple[str | None, Sequence[Any] | np.ndarray | None
     unknown = {key for key in prompt.keys() - _KEYS if key not in _OF_VLLM or prompt[key]}
     if unknown:
         names = ", ".join(sorted(map(str, unknown)))
-        chat = "; messages are for chat" if "role" in unknown else ""
-        raise ValueError(f"unknown or unsupported keys in the prompt: {names}{chat}")
+        hint = "; messages are for chat" if "role" in unknown else ""
+        if "input_ids" in unknown:
+            hint = "; what a tokenizer returns as input_ids is a prompt by itself"
+        known = "prompt or prompt_token_ids, and cache_salt"
+        raise ValueError(f"expected a prompt with {known}, got keys unknown here: {names}{hint}")
     salt = prompt.get("cache_salt", "")
     if not isinstance(salt, str):
         raise ValueError(f"cache_salt: expected a text, got {type(salt).__name__}")

@@ -24,8 +24,12 @@ def longest_token(tokenizer: Any) -> float:
     """Returns the most characters of a text that one token may stand for: infinite where any
     unknown word is one.
     """
+    from tokenizers.pre_tokenizers import ByteLevel
+
     vocabulary = tokenizer.get_vocab()
-    if tokenizer.unk_token is not None and "<0x00>" not in vocabulary:
+    # With a token for each byte nothing is unknown, whatever token the files name for that.
+    has_bytes = "<0x00>" in vocabulary or vocabulary.keys() >= set(ByteLevel.alphabet())
+    if tokenizer.unk_token is not None and not has_bytes:
         return math.inf
     return MOST_NORMALIZED * max(map(len, vocabulary))
 

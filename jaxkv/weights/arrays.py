@@ -102,7 +102,10 @@ def flat(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
             is_array = isinstance(value, np.ndarray | jax.Array)
             if not is_array or not isinstance(dtype, np.dtype) or dtype.hasobject:
                 got = f"{type(value).__name__}{f' of {dtype}' if is_array else ''}"
-                raise ValueError(f"weights: {name}: expected a numpy or jax array, got {got}")
+                raise ValueError(
+                    f"weights: {name}: expected a numpy or jax array, got {got}; "
+                    "jax.numpy.from_dlpack makes one of another library's tensor"
+                )
             if isinstance(value, jax.Array) and value.is_deleted():
                 raise ValueError(f"weights: {name}: expected an array, got one that was deleted")
             if name in found:

@@ -1206,7 +1206,7 @@ def test_the_prefix_cache_is_emptied_in_its_turn(llm):
         found = []
         for reset in (False, False, True):
             if reset:
-                await llm.reset_prefix_cache()
+                assert await llm.reset_prefix_cache()
             found.append((await last(llm.generate(prompt, GREEDY))).num_cached_tokens)
         return found
 

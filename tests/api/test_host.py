@@ -84,7 +84,7 @@ def test_what_is_on_its_way_to_host_memory_is_forgotten_too(make):
         key = b"forgotten" if is_forgotten else b"kept"
         engine._moves.out(engine.kv, [(0, key)], is_leaving=True)
         if is_forgotten:
-            llm.reset_prefix_cache()
+            assert llm.reset_prefix_cache()
         engine._moves.settle()
         assert (key in engine.scheduler.tiers.host) == (not is_forgotten)
 

@@ -5,9 +5,11 @@ files.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -225,7 +227,13 @@ def test_prompts_are_cut_only_where_that_is_asked_for(tmp_path):
         llm.embed(long)
     want = vectors(llm, [long[:128], long[:5]])
     np.testing.assert_array_equal(vectors(llm, [long], truncate_prompt_tokens=-1), want[:1])
-    (cut,) = llm.embed([long], truncate_prompt_tokens=5, use_tqdm=False)
+    bars = []
+    (cut,) = llm.embed(
+        [long],
+        truncate_prompt_tokens=5,
+        use_tqdm=lambda **options: bars.append(options) or contextlib.nullcontext(Mock()),
+    )
+    assert [bar["total"] for bar in bars] == [1]
     assert cut.prompt_token_ids == long[:5]
     np.testing.assert_array_equal(np.float32(cut.outputs.embedding), want[1])
 

@@ -124,7 +124,9 @@ def test_what_does_not_fit_leaves_the_old_weights_whole(llm, want, new, tmp_path
         r"expected finite values as float32, got nan": {other: arrays[other] * np.nan},
         r"does not use: model.layers.3": {"model.layers.3.mlp.up_proj.weight": arrays[name]},
         r"expected one of float32.* got int32": {other: np.zeros(48, np.int32)},
-        r"model.norm.weight: expected a numpy or jax array, got list": {other: [1.0]},
+        r"model.norm.weight: expected a numpy or jax array, got list; jax.numpy.from_dlpack": {
+            other: [1.0]
+        },
         r"expected texts as names, got 3": {3: arrays[other]},
         r"model.norm.weight: .* one that was deleted": {other: deleted()},
         r"model.norm.weight: expected a .* got ndarray of .*O": {other: np.zeros(48, [("a", "O")])},

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
 
 from jaxkv.build.model import Model
 from jaxkv.build.tokenizer import load_tokenizer
@@ -280,7 +281,7 @@ def test_requests_are_numbered_in_order_and_refused_ones_not(intake):
         ({}, 'expected "prompt" or "prompt_token_ids", got neither'),
         (
             {"role": "user", "content": "x"},
-            "keys in the prompt: content, role; messages are for chat",
+            "got keys unknown here: content, role; messages are for chat",
         ),
         ({"prompt": None}, 'expected "prompt" or "prompt_token_ids", got neither'),
         (
@@ -323,11 +324,17 @@ def test_requests_are_numbered_in_order_and_refused_ones_not(intake):
         ({"prompt": ["The end"]}, "prompt: expected a text, got list"),
         (
             {"prompt": "The end", "prompt_ids": [1]},
-            "unknown or unsupported keys in the prompt: prompt_ids",
+            "got keys unknown here: prompt_ids",
         ),
         (
             {"prompt": "x", "multi_modal_data": 1, 3: 4},
-            "unknown or unsupported keys in the prompt: 3, multi_modal_data",
+            "got keys unknown here: 3, multi_modal_data",
+        ),
+        (
+            {"input_ids": [[1]], "attention_mask": [[1]]},
+            "expected a prompt with prompt or prompt_token_ids, and cache_salt, got keys unknown "
+            "here: attention_mask, input_ids; what a tokenizer returns as input_ids is a prompt by "
+            "itself",
         ),
         ("half a pair: \ud83d", "the prompt is not valid Unicode: "),
         ({"prompt": "\udc80"}, "the prompt is not valid Unicode: "),
@@ -633,7 +640,7 @@ def test_half_a_surrogate_pair_in_a_conversation_is_a_value_error(intake):
 
 def test_a_text_that_is_certainly_too_long_is_refused_before_it_is_tokenized(intake, monkeypatch):
     tokenizer = intake._model.tokenizer
-    assert longest_token(tokenizer) == math.inf  # it has a token for unknown words
+    assert longest_token(tokenizer) < math.inf  # it has a token for each byte
     intake._longest_token, most = 10, 10 * MAX_LEN
     with pytest.raises(ValueError, match=r"the prompt has \d+ tokens; expected at most"):
         one(intake, "x" * most)
@@ -671,6 +678,9 @@ def test_no_text_is_certainly_too_long_where_any_unknown_word_is_one_token():
         longest_token(SimpleNamespace(unk_token="?", get_vocab=lambda: vocabulary | {"<0x00>": 2}))
         == 4 * 6
     )
+    # As GPT-2, OLMo and SmolLM have it, who name an unknown token all the same.
+    vocabulary |= dict.fromkeys(ByteLevel.alphabet())
+    assert longest_token(SimpleNamespace(unk_token="?", get_vocab=lambda: vocabulary)) == 4 * 3
 
 
 def test_a_chat_template_that_is_none_is_no_conversations_fault(intake, tmp_path):
