@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -608,10 +609,15 @@ class LLM(PoolingCalls):
         from tqdm import tqdm
 
         make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+        started, num_tokens = time.monotonic(), 0
         with (
             make_bar(total=len(submissions), desc="Processed prompts", disable=not use_tqdm) as bar,
             closing(complete(self._front, enumerate(submissions))) as completed,
         ):
-            for _ in completed:
+            for _, output in completed:
+                if isinstance(output, RequestOutput):
+                    num_tokens += sum(len(one.token_ids) for one in output.outputs)
+                if num_tokens:  # an attribute, as vLLM sets it: other classes may have no method
+                    bar.postfix = f"{num_tokens / (time.monotonic() - started):.1f} tokens/s"
                 bar.update()
         return RequestOutputs(submission.output() for submission in submissions)

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 
@@ -173,6 +173,15 @@ class BaseSession:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def __copy__(self) -> Self:
+        return self.fork(1)[0]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork(1)[0]
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a session is of its engine: save(path) writes it, restore(path) reads it")
+
     def __repr__(self) -> str:
         state = "closed" if self._claim is None else f"{len(self.pages)} pages"
         return f"<{type(self).__name__}: {len(self)} tokens, {state}>"
@@ -240,7 +249,7 @@ class BaseSession:
             raise ValueError("rewind: expected one of tokens= and to=")
         if to is not None:
             if not isinstance(to, BaseSession) or not to._begins(self):
-                raise ValueError("to: expected a session that this one began as")
+                raise ValueError(f"to: expected a session that this one began as, got {to!r:.80}")
             return to.fork(1)[0]
         if self._messages is not None:
             raise ValueError("tokens: expected to= in a chat, whose template makes the tokens")

@@ -255,6 +255,7 @@ def test_a_progress_bar_only_where_it_is_wanted(llm, capsys):
     assert out == ""
     assert "Processed prompts: 100%" in err
     assert "4/4" in err
+    assert re.search(r"4/4 .*, \d+\.\d tokens/s\]", err)
 
 
 # --- stopping

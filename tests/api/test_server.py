@@ -860,7 +860,11 @@ def test_an_error_does_not_send_back_what_is_long(server, changes):
 
 
 def test_unknown_paths_methods_and_keys_of_other_routes_get_openais_error(server):
-    assert error_of(server.ask("/v1/nothing"))[0] == 404
+    for path, told in (
+        ("/v1/nothing", "GET /v1/nothing: nothing is answered here"),
+        ("/models", "GET /models: nothing is answered here; a client's base_url ends with /v1"),
+    ):
+        assert error_of(server.ask(path)) == (404, None, told)
     assert error_of(server.ask("/health/"))[0] == 404
     assert error_of(server.ask("/v1/models/other"))[:2] == (404, "model")
     assert error_of(server.ask("/v1/completions"))[0] == 405

@@ -3,7 +3,9 @@ tokens gives alone.
 """
 
 import asyncio
+import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,7 +75,9 @@ def test_forks_share_every_page_and_take_no_steps(make):
     llm = make()
     session = llm.session({"prompt_token_ids": ids(40)})
     num_steps = engine_of(llm).programs.compile_s, engine_of(llm).scheduler.num_looked_up
-    forks = session.fork(64)
+    forks = [*session.fork(62), copy.copy(session), *copy.deepcopy([session])]
+    with pytest.raises(TypeError, match="save\\(path\\) writes it"):
+        pickle.dumps(session)
     assert {fork.pages for fork in forks} == {session.pages}
     assert len(session.pages) == 5
     assert (engine_of(llm).programs.compile_s, engine_of(llm).scheduler.num_looked_up) == num_steps

@@ -293,6 +293,10 @@ class App:
     # --- what is refused
 
     async def _on_refusal(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            path = request.scope["path"]
+            hint = "" if path.startswith("/v1/") else "; a client's base_url ends with /v1"
+            error = Refusal(404, f"{request.method} {path:.200}: nothing is answered here{hint}")
         return as_refusal(error).response()
 
     async def _on_dead_engine(self, request: Request, error: Exception) -> Response:
