@@ -474,7 +474,7 @@ class Engine:
         longer before it goes through it.
         """
         scheduler, allocator, programs = self.scheduler, self.scheduler.allocator, self.programs
-        num_waiting = scheduler.num_waiting
+        num_waiting = len(scheduler.waiting)
         return [
             Gauge(
                 "num_requests_running",

@@ -308,7 +308,7 @@ class Handover:
     @property
     def _is_held_up(self) -> bool:
         """Tells whether what was given to the decode engine last still waits for a row there."""
-        return self.scheduler.num_waiting > 0 and any(map(_waits, self._given))
+        return bool(self.scheduler.waiting) and any(map(_waits, self._given))
 
     def _move(self) -> None:
         """Gives the decode engine a submission, or what an interrupt has left of doing so."""

@@ -4,7 +4,6 @@ fill the token budget.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable
 from itertools import compress
@@ -69,7 +68,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_looked_up = 0
         self.num_found = 0
-        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self.waiting: list[Request] = []
+        """Those that wait, in the order in which they will be admitted."""
         self._num_added = 0
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._copies: dict[Request, Pairs] = {}
@@ -87,19 +87,10 @@ class Scheduler:
         due = (request.hold.retention for request in self.bounded if request.is_due)
         return any(one is not None and one.needs_results for one in due)
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def waiting(self) -> list[Request]:
-        """Lists those that wait, in the order in which they will be admitted."""
-        return [request for _, request in sorted(self._waiting)]
-
     def add(self, request: Request) -> None:
         request.arrival = self._num_added
         self._num_added += 1
-        heapq.heappush(self._waiting, (request.order, request))
+        insort(self.waiting, request, key=_order)
 
     def plan(self) -> StepPlan | LoopPlan | None:
         """Plans the next thing to run with its pages reserved, or None if there is nothing to do.
@@ -189,11 +180,12 @@ class Scheduler:
         elif request.row is not None:
             self._publish(request)
             self._release(request)
-        elif (request.order, request) in self._waiting:
-            if self.tiers is not None:
-                self.tiers.forget(request.hold)
-            self._waiting.remove((request.order, request))
-            heapq.heapify(self._waiting)
+        else:
+            place = bisect_left(self.waiting, request.order, key=_order)
+            if self.waiting[place : place + 1] == [request]:
+                if self.tiers is not None:
+                    self.tiers.forget(request.hold)
+                del self.waiting[place]
 
     def _publish_and_let_go(self) -> None:
         """Lists new full pages, of prompts at once; frees the rows of requests whose last tokens
@@ -248,20 +240,20 @@ class Scheduler:
 
     def _admit(self) -> None:
         if self.tiers is not None and self.tiers.disk is not None:
-            for n, (_, request) in enumerate(heapq.nsmallest(READ_AHEAD, self._waiting)):
+            for n, request in enumerate(self.waiting[:READ_AHEAD]):
                 self._read(request, is_first=not n)
-        if self._waiting and not self._is_ready():
+        if self.waiting and not self._is_ready():
             # All that run are beams, which wait for others behind this request.
-            adapter = self._waiting[0][1].draw.adapter
+            adapter = self.waiting[0].draw.adapter
             while self.running and not (self._free_rows and self.adapters.has_room(adapter)):
                 self._preempt(self.running[-1])
         # In order: a request that does not fit yet holds back those behind it, or it could wait
         # forever.
-        if not self._waiting or not self._free_rows:
+        if not self.waiting or not self._free_rows:
             return
         owed, owed_low = self._owed_pages(), self._owed_low_pages()
-        while self._waiting and self._free_rows:
-            _, request = self._waiting[0]
+        while self.waiting and self._free_rows:
+            request = self.waiting[0]
             if request.num_coming:
                 return  # it was preempted, and all its tokens are computed anew
             if not self.adapters.has_room(request.draw.adapter):
@@ -279,7 +271,7 @@ class Scheduler:
             if is_short and self._is_ready():
                 request.hold.release()
                 return
-            heapq.heappop(self._waiting)
+            del self.waiting[0]
             request.row = self._free_rows.pop()
             self.adapters.take(request.draw.adapter)
             if request.hold.retention is not None:
@@ -334,7 +326,7 @@ class Scheduler:
     def _plan_loop(self, ready: list[Request]) -> LoopPlan | None:
         left = [request.max_len - request.num_tokens for request in ready]
         # With others waiting, stop as soon as the first row is done: its place goes to one of them.
-        num_steps = min(self.loop_steps, min(left) if self._waiting else max(left))
+        num_steps = min(self.loop_steps, min(left) if self.waiting else max(left))
         if waits := sum(request.needs_host for request in ready):
             # Each gets one token of a loop and then rests: as long as there are rows that go on for
             # it, but no longer.
@@ -452,7 +444,7 @@ class Scheduler:
         self._release(request)
         self.num_preemptions += 1
         request.record.preempted()
-        heapq.heappush(self._waiting, (request.order, request))
+        insort(self.waiting, request, key=_order)
 
     def _trim(self) -> None:
         """Asks the policies of requests whose budget is reached, in order, which pages stay."""
@@ -480,9 +472,9 @@ class Scheduler:
     @property
     def is_loading(self) -> bool:
         """Tells whether the request that is admitted next waits for pages from a disk."""
-        if self.tiers is None or not self._waiting:
+        if self.tiers is None or not self.waiting:
             return False
-        return self.tiers.is_coming(self._waiting[0][1].hold)
+        return self.tiers.is_coming(self.waiting[0].hold)
 
     def _read(self, request: Request, *, is_first: bool) -> None:
         """Has pages of a request that waits read from a disk, if it has any that pay."""
@@ -570,8 +562,7 @@ class Scheduler:
             request.row = None
             request.num_tokens = len(request.tokens)
             request.hold.start_again()
-        self._waiting = [(request.order, request) for request in requests]
-        heapq.heapify(self._waiting)
+        self.waiting = sorted(requests, key=_order)
 
     # --- the prefix cache
 
@@ -639,11 +630,10 @@ class Scheduler:
             raise RuntimeError(
                 f"rows owned or free: {rows}, expected each of {self.config.max_num_seqs} once"
             )
-        if [request.order for request in self.running] != sorted(
-            request.order for request in self.running
-        ):
-            raise RuntimeError("running requests are out of order")
-        if any(one.row is not None or not one.hold.is_empty for _, one in self._waiting):
+        for name, listed in (("running", self.running), ("waiting", self.waiting)):
+            if listed != sorted(listed, key=_order):
+                raise RuntimeError(f"{name} requests are out of order")
+        if any(one.row is not None or not one.hold.is_empty for one in self.waiting):
             raise RuntimeError("a waiting request holds a row or pages")
 
 

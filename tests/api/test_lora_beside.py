@@ -228,7 +228,7 @@ def test_a_request_that_is_aborted_gives_its_adapter_s_place_to_the_next(checkpo
             second = asyncio.ensure_future(anext(waiting))
             gone = llm.generate(PROMPTS[1], GREEDY, "third", lora_request=loras[1])
             third = asyncio.ensure_future(anext(gone))
-            while engine_of(llm).scheduler.num_waiting < 2:
+            while len(engine_of(llm).scheduler.waiting) < 2:
                 await asyncio.sleep(0.001)
             await llm.abort(["first", "third"])
             assert [output async for output in stream][-1].outputs[0].finish_reason == "abort"

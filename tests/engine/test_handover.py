@@ -295,7 +295,7 @@ def test_a_long_prompt_gets_a_row_although_short_ones_always_wait(front, llms):
     while not front._ready:
         front._collect(wait_s=10.0)
     for _ in range(40):
-        while front.scheduler.num_waiting < 2:
+        while len(front.scheduler.waiting) < 2:
             front.add(*submitted(llms[2], [short], [asked]))
         front.step()
     assert long.is_finished

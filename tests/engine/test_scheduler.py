@@ -351,6 +351,32 @@ def test_remove_frees_rows_and_pages_at_any_moment(num_steps):
     assert one.plan() is None
 
 
+def test_many_that_wait_are_removed_without_looking_at_all_the_others_each_time():
+    one = scheduler(max_num_seqs=2)
+    compared = []
+
+    class Priority(int):
+        def __eq__(self, other):
+            compared.append(other)
+            return int(self) == other
+
+        def __lt__(self, other):
+            compared.append(other)
+            return int(self) < other
+
+        __hash__ = int.__hash__
+
+    requests = [request(4, 9, str(number)) for number in range(256)]
+    for late in requests:
+        late.priority = Priority(0)
+        one.add(late)
+    compared.clear()
+    for gone in reversed(requests):
+        one.remove(gone)
+    assert one.waiting == []
+    assert len(compared) <= 256 * 2 * 9  # to find a place among 256
+
+
 # --- check sees what is wrong
 # -----------------------------------------------------------------------------------------
 
@@ -363,6 +389,7 @@ CORRUPTIONS = {
     "a waiting row": lambda one: setattr(one.waiting[0], "row", 3),
     "a lost request": lambda one: one.running.pop(),
     "the order": lambda one: one.running.reverse(),
+    "the order of those that wait": lambda one: one.waiting.reverse(),
     "when to list pages": lambda one: setattr(one.running[0].hold, "publish_len", 9),
     "a waiting page in the tables": lambda one: setattr(one.waiting[0].hold, "bound_len", 8),
     "a waiting page": lambda one: setattr(one.waiting[0], "hold", one.running[0].hold),
@@ -372,7 +399,8 @@ CORRUPTIONS = {
 @pytest.mark.parametrize("corrupt", CORRUPTIONS.values(), ids=CORRUPTIONS)
 def test_check_sees_a_corruption(corrupt):
     one = scheduler(num_pages=6)
-    added(one, (4, 9), (4, 9), (4, 9), (30, 9))  # three run, one waits for pages, one row is free
+    # Three run, two wait for pages, one row is free.
+    added(one, (4, 9), (4, 9), (4, 9), (30, 9), (30, 9))
     one.plan()
     one.check()
     corrupt(one)
