@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from jaxkv.api.llm import LLM, Conversation
 from jaxkv.api.pooling import PoolingCall
-from jaxkv.config import SamplingParams
+from jaxkv.config import RequestOutputKind, SamplingParams
 from jaxkv.errors import Catch, EngineDeadError
 from jaxkv.lora.request import LoRARequest
 from jaxkv.programs.process import check_process, is_forked
@@ -117,6 +117,13 @@ class _Live:
     submission: Submission
     outbox: _Outbox
     error: Exception | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Tells whether anybody takes what there is now: some want the last output only."""
+        kind = self.submission.samples[0].params.output_kind
+        is_last = self.submission.is_finished
+        return is_last if kind is RequestOutputKind.FINAL_ONLY else self.submission.is_scored
 
     @property
     def is_aborted(self) -> bool:
@@ -367,7 +374,7 @@ class EngineThread:
             got = self._engine.step()
         self._began_s = None
         for request in got:
-            if (live := self._live_of.get(request)) is not None and live.submission.is_scored:
+            if (live := self._live_of.get(request)) is not None and live.is_wanted:
                 self._note(live)
         if caught.error is None:
             self._failed_for_nobody = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from inspect_ai.model import (
@@ -27,6 +28,7 @@ from inspect_ai.model import (
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from jaxkv.api.openai_format import CHAT, Answer, read_body
+from jaxkv.config import RequestOutputKind
 
 if TYPE_CHECKING:
     from jaxkv.requests.outputs import RequestOutput
@@ -112,7 +114,8 @@ class JaxKV(ModelAPI):
         asked = read_body(CHAT, body, self.llm.get_default_sampling_params())
         started = time.perf_counter()
         last: RequestOutput | None = None
-        async with aclosing(self.llm.generate(asked.inputs[0], asked.params)) as outputs:
+        params = replace(asked.params, output_kind=RequestOutputKind.FINAL_ONLY)
+        async with aclosing(self.llm.generate(asked.inputs[0], params)) as outputs:
             async for output in outputs:
                 last = output
         aborted = [one for one in last.outputs if one.finish_reason == "abort"] if last else []

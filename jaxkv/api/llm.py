@@ -157,7 +157,9 @@ class LLM(PoolingCalls):
         params = listed_params(sampling_params, len(given), self.get_default_sampling_params)
         priorities = listed_priorities(priority, len(given))
         loras = listed_adapters(lora_request, len(given))
-        return self._run(self._intake.accept(given, params, priorities, loras), use_tqdm)
+        submissions = self._intake.accept(given, params, priorities, loras)
+        self._run(submissions, use_tqdm)
+        return RequestOutputs(submission.output() for submission in submissions)
 
     def chat(
         self,
@@ -267,7 +269,7 @@ class LLM(PoolingCalls):
         it raises.
         """
         check_requests(requests, "SamplingParams")
-        return complete(self._front, enumerate(map(self._accept_or_refuse, requests)))
+        return _outputs(complete(self._front, enumerate(map(self._accept_or_refuse, requests))))
 
     def stream(
         self,
@@ -603,9 +605,8 @@ class LLM(PoolingCalls):
             return ValueError(str(error).removeprefix("prompt 0: "))
         return submission
 
-    def _run(
-        self, submissions: list[Submission], use_tqdm: bool | Callable[..., Any]
-    ) -> list[RequestOutput]:
+    def _run(self, submissions: list[Submission], use_tqdm: bool | Callable[..., Any]) -> None:
+        """Returns when all of these have finished."""
         from tqdm import tqdm
 
         make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
@@ -614,10 +615,18 @@ class LLM(PoolingCalls):
             make_bar(total=len(submissions), desc="Processed prompts", disable=not use_tqdm) as bar,
             closing(complete(self._front, enumerate(submissions))) as completed,
         ):
-            for _, output in completed:
-                if isinstance(output, RequestOutput):
-                    num_tokens += sum(len(one.token_ids) for one in output.outputs)
+            for _, submission in completed:
+                if isinstance(submission, Submission):
+                    num_tokens += sum(one.num_new for one in submission.samples)
                 if num_tokens:  # an attribute, as vLLM sets it: other classes may have no method
                     bar.postfix = f"{num_tokens / (time.monotonic() - started):.1f} tokens/s"
                 bar.update()
-        return RequestOutputs(submission.output() for submission in submissions)
+
+
+def _outputs(
+    completed: Generator[tuple[int, Submission | ValueError]],
+) -> Generator[tuple[int, RequestOutput | ValueError]]:
+    """Yields the output of each submission that has finished."""
+    with closing(completed):
+        for index, one in completed:
+            yield index, one if isinstance(one, ValueError) else one.output()

@@ -18,7 +18,6 @@ from jaxkv.engine.streams import complete
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.adapters import listed_adapters, one_adapter
 from jaxkv.requests.intake import Intake
-from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.pooling import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -73,9 +72,7 @@ class PoolingCalls:
         """Tells whether the model makes vectors and scores in place of text."""
         return self._model.pooling is not None
 
-    def _run(
-        self, submissions: list[Submission], use_tqdm: bool | Callable[..., Any]
-    ) -> list[RequestOutput]:
+    def _run(self, submissions: list[Submission], use_tqdm: bool | Callable[..., Any]) -> None:
         raise NotImplementedError
 
     def embed(
@@ -110,7 +107,7 @@ class PoolingCalls:
     def _embedded(
         self, requests: Iterable[Any]
     ) -> Generator[tuple[int, EmbeddingRequestOutput | ValueError]]:
-        asked: dict[int, tuple[Submission, PoolingParams]] = {}
+        asked: dict[int, PoolingParams] = {}
 
         def arriving() -> Iterator[tuple[int, Submission | ValueError]]:
             for index, given in enumerate(requests):
@@ -124,7 +121,7 @@ class PoolingCalls:
                 except ValueError as error:
                     yield index, ValueError(str(error).removeprefix("prompt 0: "))
                     continue
-                asked[index] = submission, own
+                asked[index] = own
                 yield index, submission
 
         with closing(complete(self._front, arriving())) as completed:
@@ -132,8 +129,7 @@ class PoolingCalls:
                 if isinstance(result, ValueError):
                     yield index, result
                 else:
-                    submission, own = asked.pop(index)
-                    yield index, self._embedding(*_pooled_of(submission), own)
+                    yield index, self._embedding(*_pooled_of(result), asked.pop(index))
 
     def classify(
         self,

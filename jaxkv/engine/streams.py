@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.handover import Handover
@@ -12,8 +12,8 @@ from jaxkv.requests.request import Submission
 
 def complete(
     engine: Engine | Handover, arriving: Iterator[tuple[int, Submission | ValueError]]
-) -> Generator[tuple[int, RequestOutput | ValueError]]:
-    """Runs what arrives and yields it as it finishes, a refusal at once."""
+) -> Generator[tuple[int, Submission | ValueError]]:
+    """Runs what arrives and yields it when it has finished, a refusal at once."""
     # As many again as can finish in one step: the scheduler never looks at an empty queue while
     # more are to come.
     window = 2 * engine.scheduler.config.max_num_seqs
@@ -32,10 +32,12 @@ def complete(
             # Asked of the requests, not of `step`: a stream that is read between two results takes
             # steps too, and so do other threads.
             with engine.lock:
-                finished = [(index, taken.pop(index).output()) for index in _done(taken)]
+                finished = [(index, one) for index, one in taken.items() if one.is_finished]
                 if not finished:
                     _step(engine, len(taken))
-            yield from finished
+            for index, one in finished:
+                del taken[index]
+                yield index, one
     finally:
         # After an error, an interrupt or `close` nothing of this call may stay behind.
         try:
@@ -54,10 +56,6 @@ def _step(engine: Engine | Handover, num_waiting: int) -> None:
     if not engine.has_work:
         raise RuntimeError(f"{num_waiting} requests left the engine without a result")
     engine.step()
-
-
-def _done(taken: Mapping[int, Submission]) -> list[int]:
-    return [index for index, submission in taken.items() if submission.is_finished]
 
 
 def stream(engine: Engine | Handover, submission: Submission) -> Iterator[RequestOutput]:

@@ -275,6 +275,17 @@ class Submission:
     prompt: str | None
     samples: tuple[Request, ...]
     lora_request: LoRARequest | None = None
+    _prompt_token_ids: list[int] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Returns the tokens of the prompt, the same list to all outputs: to make one of a long
+        prompt takes longer than a step of the engine.
+        """
+        if not self._prompt_token_ids:
+            first = self.samples[0]
+            self._prompt_token_ids.extend(first.tokens[: first.prompt_len])
+        return self._prompt_token_ids
 
     @property
     def is_finished(self) -> bool:
@@ -326,7 +337,7 @@ class Submission:
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
-            prompt_token_ids=first.tokens[: first.prompt_len].tolist(),
+            prompt_token_ids=self.prompt_token_ids,
             outputs=completions,
             finished=self.is_finished,
             prompt_logprobs=prompt_logprobs,

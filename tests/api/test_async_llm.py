@@ -277,6 +277,7 @@ def test_outputs_do_not_change_once_they_are_given_out(llm, pace):
             assert len(given) > 2
             assert given == copies
             assert [output.metrics for output in given] == [output.metrics for output in copies]
+            assert given[0].prompt_token_ids is given[-1].prompt_token_ids  # which may be long
             assert given[0].metrics.finished_time is None
             assert given[-1].metrics.finished_time is not None
 
@@ -628,6 +629,16 @@ def test_a_slow_reader_gets_the_newest_state_only(llm, sync, pace):
     first, final = run(main())
     assert not first.finished
     assert_same(final, alone(sync, PROMPTS[0], GREEDY))
+
+
+def test_for_a_reader_of_the_last_output_no_other_one_is_made(llm, sync, pace, monkeypatch):
+    made, news = [], _Live.news
+    monkeypatch.setattr(_Live, "news", lambda live: made.append(live) or news(live))
+    pace.rest_s = 0.02
+    params = replace(DRAWN, n=2, seed=8, output_kind=RequestOutputKind.FINAL_ONLY)
+    output = run(last(llm.generate(PROMPTS[0], params)))
+    assert len(made) == 1
+    assert_same(output, alone(sync, PROMPTS[0], params))
 
 
 def test_one_delivery_serves_all_streams_and_a_stuck_loop_gets_no_second_one(

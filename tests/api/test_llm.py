@@ -25,6 +25,7 @@ from jaxkv.errors import CheckpointError
 from jaxkv.holding.allocator import KVHandle
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.prompts import Prompt
+from jaxkv.requests.request import Submission
 from jaxkv.testing import engine_of, intake_of, model_of
 from poison import poison_kv
 from tokenizers_ import BOS, EOS, save_tokenizer
@@ -170,6 +171,15 @@ def test_prompts_of_different_lengths_share_steps_without_touching_each_other(ll
         assert together == [
             tokens(run(llm, prompt, replace(GREEDY, max_tokens=5)))[0] for prompt in prompts
         ], lengths
+
+
+def test_an_output_is_made_once(llm, monkeypatch):
+    made, output = [], Submission.output
+    monkeypatch.setattr(Submission, "output", lambda one: made.append(one.id) or output(one))
+    outputs = run(llm, PROMPTS)
+    assert [output.request_id for output in outputs] == made
+    assert len(list(llm.as_completed((prompt, GREEDY) for prompt in PROMPTS))) == len(PROMPTS)
+    assert len({*made}) == len(made) == 2 * len(PROMPTS)
 
 
 def test_a_single_prompt_may_come_without_a_list(llm):

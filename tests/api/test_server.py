@@ -342,10 +342,15 @@ def tokens_of(llm: AsyncLLM, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"echo": True, "logprobs": 2}, {"stop": ["e"]}])
-def test_a_stream_has_what_a_whole_answer_has(server, client, changes):
+def test_a_stream_has_what_a_whole_answer_has(server, client, monkeypatch, changes):
+    made, news = [], engine_thread._Live.news
+    monkeypatch.setattr(
+        engine_thread._Live, "news", lambda live: made.append(live.stream) or news(live)
+    )
     asked = {"model": "tiny", "prompt": PROMPTS, "n": 2, **changes, "max_tokens": 9, "seed": 5}
     asked |= {"temperature": 1.5}
     whole = client.completions.create(**asked)
+    assert len(made) == len(PROMPTS)  # no output before the last one, which nobody would read
     got: dict[int, Any] = {}
     *chunks, last = client.completions.create(
         **asked, stream=True, stream_options={"include_usage": True}

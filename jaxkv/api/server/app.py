@@ -9,6 +9,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ from jaxkv.api.openai_vectors import ALIASES, POOLING, AskedPooling, read_poolin
 from jaxkv.api.server.adapters import Names
 from jaxkv.api.server.limits import Bodies, Gate, Guard, Refusal, as_refusal, while_connected
 from jaxkv.api.server.options import ServeOptions
+from jaxkv.config import RequestOutputKind
 from jaxkv.engine.metrics import Counter, Gauge, prometheus_text
 from jaxkv.errors import Catch, CheckpointError, EngineDeadError
 from jaxkv.requests.outputs import CompletionOutput, RequestOutput
@@ -242,9 +244,12 @@ class App:
         of_inputs = "prompt" if asked.url == COMPLETIONS else "messages"
         with self.gate.enter(asked.num_sequences, "n" if asked.params.n > 1 else of_inputs):
             lora = self.names.adapter(asked.model)
+            # An output of all tokens so far is made for each step that somebody reads.
+            kind = asked.params.output_kind if asked.stream else RequestOutputKind.FINAL_ONLY
+            params = replace(asked.params, output_kind=kind)
             with _refusing(asked.keys, of_inputs):
                 generate = partial(self._llm.generate, lora_request=lora)
-                streams = [generate(one, asked.params) for one in asked.inputs]
+                streams = [generate(one, params) for one in asked.inputs]
                 async with aclosing(_merged(streams)) as outputs:
                     async for number, output in outputs:
                         for one in output.outputs:
