@@ -412,7 +412,8 @@ def _engine_options(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Returns the options of the engine that were given; lists as tuples, since `check` knows its
     work by its options.
     """
-    given = {name: value for name, value in vars(args).items() if name in flags(command)}
+    known = flags(command)
+    given = {name: value for name, value in vars(args).items() if name in known}
     return {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
 
 

@@ -78,7 +78,7 @@ class LLM(PoolingCalls):
     __doc__ = f"""A model ready to generate: loads weights, compiles every step, then allocates the
     KV cache, once. Threads may share one: their requests run in the same steps.
 
-    {describe_options("    ")}
+    {describe_options()}
 
     vLLM's other arguments are taken with values that mean nothing here, and refused with those
     that would (docs/vllm.md).

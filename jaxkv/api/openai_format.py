@@ -582,10 +582,3 @@ def usage(asked: Asked, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         "total_tokens": num_prompt + num_new,
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
-
-
-def error_body(
-    message: str, kind: str, *, key: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """Returns OpenAI's error object. kind: its type, such as "invalid_request_error"."""
-    return {"error": {"message": message, "type": kind, "param": key, "code": code}}

@@ -484,14 +484,14 @@ def takes(
     return decorate
 
 
-def describe_options(indent: str) -> str:
+def describe_options() -> str:
     """Returns a line for each option, as the documentation of `LLM` has them."""
     lines = (
         textwrap.fill(
             f"{name}: {about.doc}.",
             width=100,
-            initial_indent=indent,
-            subsequent_indent=indent + "    ",
+            initial_indent=" " * 4,
+            subsequent_indent=" " * 8,
             break_on_hyphens=False,
         )
         for name, about in ABOUT.items()

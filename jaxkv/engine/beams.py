@@ -83,9 +83,8 @@ def beam_output(
     write: Decode | None = None,
 ) -> BeamSearchOutput:
     """Returns what the finished search of these beams has found. `eos_id`: the end token that needs
-    no stop_reason. `decode` names tokens; `write` makes the text (None: as `decode` does).
+    no stop_reason. `decode` names tokens, `write` makes the text; None without a tokenizer.
     """
-    write = write or decode
     first = submission.samples[0]
     if first.search is None:
         raise RuntimeError(f"request {first.id} is no beam")

@@ -332,9 +332,7 @@ class Engine:
 
     def _wake_up(self, what: frozenset[str]) -> None:
         if WEIGHTS in what:
-            self.weights = jax.tree.map(
-                lambda x, like: jax.device_put(x, like.sharding), self._kept, self.programs.weights
-            )
+            self.weights = _put_back(self._kept, self.programs.weights)
             self._restore_lost_adapters()
             self._restore_draft()
             self._away -= {WEIGHTS}
@@ -670,11 +668,7 @@ class Engine:
     def _restore_draft(self) -> None:
         """Brings the draft model's weights back from where `sleep` has put them."""
         if WEIGHTS in self._away:
-            self.draft = jax.tree.map(
-                lambda x, like: jax.device_put(x, like.sharding),
-                self._kept_draft,
-                self.programs.draft_weights,
-            )
+            self.draft = _put_back(self._kept_draft, self.programs.draft_weights)
             self._kept_draft = None
 
     def _restore_lost_adapters(self) -> None:
@@ -697,6 +691,11 @@ class Engine:
                 self.kv = self._make_kv()
             self._restore_lost_adapters()
         self._failed = False
+
+
+def _put_back(kept: Weights, like: Weights) -> Weights:
+    """Puts weights that host memory has kept on the devices where they were."""
+    return jax.tree.map(lambda x, one: jax.device_put(x, one.sharding), kept, like)
 
 
 def _no_tokens(config: EngineConfig) -> Any:

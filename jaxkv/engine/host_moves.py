@@ -26,9 +26,14 @@ def make_tiers(
 ) -> Tiers | None:
     """Returns what keeps pages of this state beside the device; None if nothing is to.
 
-    Raises: ValueError where there is no room for a page on the disk.
+    Raises: ValueError where host memory or the disk has no room for a page.
     """
-    host = HostPages(host_bytes // page_nbytes(kv)[0]) if host_bytes else None
+    page_bytes, _ = page_nbytes(kv)
+    if 0 < host_bytes < page_bytes:
+        raise ValueError(
+            f"kv_host_bytes: expected room for a page, {page_bytes} bytes, got {host_bytes}"
+        )
+    host = HostPages(host_bytes // page_bytes) if host_bytes else None
     disk = None
     if directory is not None:
         shapes = tuple(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxkv.holding.hold import Allocators
@@ -74,7 +74,7 @@ class Metrics(list[Metric]):
         from jaxkv.pictures.tables import Distribution, Figure, metrics_html
 
         figures = [
-            Figure(_labelled(one), one.help, one.value)
+            Figure(_labelled(one.name, one.labels), one.help, one.value)
             for one in self
             if isinstance(one, (Gauge, Counter))
         ]
@@ -132,12 +132,11 @@ class Recorder:
     def begun(self, requests: Iterable[Request]) -> None:
         """Notes that a step of these requests begins."""
         now = time.monotonic()
-        for request in [one for one in requests if one.record.last_token_s is None]:
-            if request.record.times.time_in_queue is None:
-                request.record.times.time_in_queue = now - request.record.arrived_s
-                request.record.times.first_scheduled_time = (
-                    request.record.times.arrival_time + request.record.times.time_in_queue
-                )
+        for record in [one.record for one in requests if one.record.last_token_s is None]:
+            times = record.times
+            if times.time_in_queue is None:
+                times.time_in_queue = now - record.arrived_s
+                times.first_scheduled_time = times.arrival_time + times.time_in_queue
 
     def pages(self, running: Iterable[Request], allocators: Allocators) -> None:
         """Counts the pages in use. Called once per step."""
@@ -187,10 +186,11 @@ class Recorder:
 
     def _begins(self, request: Request, now: float) -> None:
         times = request.record.times
-        times.first_token_time = times.arrival_time + now - request.record.arrived_s
+        passed = now - request.record.arrived_s
+        times.first_token_time = times.arrival_time + passed
         self.prompt_tokens += request.prompt_len
-        self.ttft.add(now - request.record.arrived_s)
-        self.prefill.add(now - request.record.arrived_s - (times.time_in_queue or 0.0))
+        self.ttft.add(passed)
+        self.prefill.add(passed - (times.time_in_queue or 0.0))
 
     def _count_gaps(self, time_s: float, num_gaps: int, num_rows: int) -> None:
         if num_gaps:
@@ -202,11 +202,12 @@ class Recorder:
         self.finished[request.finish_reason or "abort"] += 1
         if times.first_token_time is None or request.finish_reason == "abort":
             return
-        self.e2e.add(times.finished_time - times.arrival_time)
-        self.queue.add(times.time_in_queue or 0.0)
+        total, queued = times.finished_time - times.arrival_time, times.time_in_queue or 0.0
+        self.e2e.add(total)
+        self.queue.add(queued)
         decode = times.finished_time - times.first_token_time
         self.decode.add(decode)
-        self.inference.add(times.finished_time - times.arrival_time - (times.time_in_queue or 0.0))
+        self.inference.add(total - queued)
         self.prompt_lens.add(request.prompt_len)
         self.output_lens.add(request.num_new)
         if request.num_new > 1:
@@ -315,10 +316,10 @@ def _padding(num_real: int, num_padded: int) -> float:
     return 1 - num_real / num_padded if num_padded else 0.0
 
 
-def _labelled(metric: Metric, name: str | None = None) -> str:
-    """Returns the metric's name, or this one, with its labels as Prometheus writes them."""
-    labels = ",".join(f'{key}="{value}"' for key, value in metric.labels.items())
-    return f"{name or metric.name}{{{labels}}}" if labels else name or metric.name
+def _labelled(name: str, labels: Mapping[str, str]) -> str:
+    """Returns a metric's name with its labels as Prometheus writes them."""
+    written = ",".join(f'{key}="{value}"' for key, value in labels.items())
+    return f"{name}{{{written}}}" if written else name
 
 
 def prometheus_text(metrics: Iterable[Metric]) -> str:
@@ -337,5 +338,5 @@ def prometheus_text(metrics: Iterable[Metric]) -> str:
             ]
             lines += [f"{name}_sum {metric.sum}", f"{name}_count {metric.count}"]
         elif isinstance(metric, (Gauge, Counter)):
-            lines.append(f"{_labelled(metric, name)} {metric.value}")
+            lines.append(f"{_labelled(name, metric.labels)} {metric.value}")
     return "\n".join(lines) + "\n"

@@ -48,7 +48,7 @@ class RowTables:
         config: EngineConfig,
         vocab_size: int,
         placement: Placement | None,
-        adapters: AdapterSlots | None = None,
+        adapters: AdapterSlots,
     ) -> None:
         self.num_rows = config.max_num_seqs
         self.tables = tuple(PageRows(config, number) for number in range(len(config.windows)))

@@ -521,7 +521,7 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.clear()
         self._note_moves(self.allocator)
-        self.allocators.forget()
+        self.allocator.forget()
         for request in (*self.running, *self.leaving):
             request.hold.is_listed = False
 
@@ -537,7 +537,7 @@ class Scheduler:
             else:
                 self._preempt(request)
         self._state_copies.clear()
-        self.allocators.forget()
+        self.allocator.forget()
 
     def start_again(self, requests: Collection[Request]) -> None:
         """Has all of these wait and forgets everything else, whatever state it was left in."""

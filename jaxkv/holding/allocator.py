@@ -329,7 +329,7 @@ class PageAllocator:
         for page in free:
             key = self._index.key_of[page]
             place = self._pinned if key in self.pins else self._cached
-            if key is None and page in (*self._cached, *self._pinned):
+            if key is None and (page in self._cached or page in self._pinned):
                 raise RuntimeError(f"page {page} is cached but not listed in the prefix index")
             if key is not None and page not in place:
                 raise RuntimeError(f"page {page} is listed, and free in the wrong place")

@@ -107,8 +107,6 @@ class DiskPages:
 
     def put(self, key: bytes, page: HostPage) -> None:
         """Has a page that it `wants` written, in place of those that were used least lately."""
-        if not self.wants(key):
-            return
         self._make_room(self.page_bytes)
         written = _told(self._writer, _write, self._path(key), key, page)
         if written is not None:

@@ -75,10 +75,6 @@ class Allocators:
         if counts != self.pages.pins:
             raise RuntimeError(f"{len(self.pages.pins)} keys are pinned, expected {len(counts)}")
 
-    def forget(self) -> None:
-        """Empties the prefix index: nothing computed so far is found again."""
-        self.pages.forget()
-
     def check(self, holds: Sequence[Hold]) -> None:
         """Raises RuntimeError unless `holds`, all live ones, agree with themselves and account for
         every page.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import Backend, Batch
+from jaxkv.ops.attention import Backend
 from jaxkv.ops.sampling import (
     NO_TOKEN,
     NUM_LOGPROBS,
@@ -96,7 +96,6 @@ def _decode_loop(
     axis: str | None,
 ) -> tuple[PagedKV, Newest, Rows, Sampled, Statistics | None]:
     num_rows = rows.token_B.shape[0]
-    row_B = jnp.arange(num_rows, dtype=jnp.int32)
     token_B = newest.fill_in(rows.token_B)
     rows = replace(rows, token_B=token_B, budget_B=jnp.where(token_B == NO_TOKEN, 0, rows.budget_B))
     whole, first = kv, rows
@@ -104,16 +103,7 @@ def _decode_loop(
     def advance(carry: tuple) -> tuple:
         i, kv, rows, min_left_B, out, statistics, x_nBD = carry
         live_B = rows.budget_B > 0
-        batch = Batch(
-            token_T=jnp.maximum(rows.token_B, 0),
-            position_T=rows.position_B,
-            row_T=jnp.where(live_B, row_B, num_rows),
-            start_B=row_B,
-            count_B=live_B.astype(jnp.int32),
-            num_decode=jnp.int32(num_rows),
-            num_rows=jnp.int32(num_rows),
-            decode_only=True,
-        )
+        batch = packed(rows.token_B[:, None], rows.position_B, live_B.astype(jnp.int32))
         kv, x_TD, statistics = decoder.forward(
             weights, kv, batch, statistics, spec=spec, backend=backend, axis=axis
         )

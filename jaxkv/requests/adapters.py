@@ -34,12 +34,10 @@ class AdapterFiles:
         self._alive: WeakValueDictionary[Key, Adapter] = WeakValueDictionary()
         self._lock, self._reading = Lock(), Lock()
 
-    def get(self, request: LoRARequest | None) -> Adapter | None:
-        """Returns the adapter of a request, None for none. Raises: ValueError without enable_lora,
-        CheckpointError for files that are broken or of another model.
+    def get(self, request: LoRARequest) -> Adapter:
+        """Returns the adapter of a request. Raises: ValueError without enable_lora, CheckpointError
+        for files that are broken or of another model.
         """
-        if request is None:
-            return None
         if not isinstance(request, LoRARequest):
             raise ValueError(
                 f"lora_request: expected a LoRARequest or None, got {type(request).__name__}"

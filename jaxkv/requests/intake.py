@@ -78,7 +78,8 @@ class Intake:
         self._model = model
         self._config = config
         self._cache_root = cache_root
-        self._share_prefixes = share_prefixes
+        self.shares_prefixes = share_prefixes
+        """Whether pages are found again by what they hold."""
         self._longest_token: float | None = None
         self._grammars: Grammars | None = None
         self._num_submitted = 0
@@ -188,8 +189,9 @@ class Intake:
         """Returns a prompt with as many tokens as are taken (-1: as the model takes), two texts as
         one.
         """
-        most = params.truncate_prompt_tokens
-        most = None if most is None else min(most % 2**31, self._config.max_model_len)
+        most, longest = params.truncate_prompt_tokens, self._config.max_model_len
+        if most is not None:
+            most = longest if most == -1 else min(most, longest)
         if isinstance(prompt, Pair):
             return {"prompt_token_ids": self._pair(*prompt, most)}
         return prompt if most is None else self._truncated(prompt, most)
@@ -285,28 +287,19 @@ class Intake:
             raise ValueError("\n".join(problems))
         return prompts
 
-    @property
-    def shares_prefixes(self) -> bool:
-        """Tells whether pages are found again by what they hold."""
-        return self._share_prefixes
-
     def page_keys(
-        self, tokens: Sequence[int], salt: str, adapter: Adapter | None = None
+        self, tokens: Sequence[int], salt: str, adapter: Adapter | None
     ) -> Sequence[bytes]:
         """Returns what the full pages of these tokens are found by, where requests may get as long
         as the engine allows.
         """
-        size = self._config.block_size
-        chain = PageChain(self.page_root(salt, adapter))
+        size, longest = self._config.block_size, self._config.max_model_len
+        chain = PageChain(self.page_root(salt, adapter, self.context_of(longest)))
         chain.pages(0, len(tokens) // size, array("i", tokens), size)
         return chain.keys
 
-    def page_root(
-        self, salt: str, adapter: Adapter | None = None, context: int | None = None
-    ) -> bytes:
-        """Returns what those keys begin with, or those of another context."""
-        if context is None:
-            context = self.context_of(self._config.max_model_len)
+    def page_root(self, salt: str, adapter: Adapter | None, context: int) -> bytes:
+        """Returns what keys of pages begin with, which may depend on the context (`context_of`)."""
         return self._root(0, salt, context, adapter)
 
     def context_of(self, max_len: int) -> int:
@@ -372,9 +365,9 @@ class Intake:
         self._check_ids("prompt", tokens)
         return text, tokens, salt
 
-    def _root(self, number: int, salt: str, context: int, adapter: Adapter | None = None) -> bytes:
+    def _root(self, number: int, salt: str, context: int, adapter: Adapter | None) -> bytes:
         """Returns what the page keys of a submission begin with."""
-        shared = "shared" if self._share_prefixes else str(number)
+        shared = "shared" if self.shares_prefixes else str(number)
         own = () if adapter is None else (adapter.digest.hex(),)
         return root_key(self._cache_root(), shared, salt, str(context), *own)
 
@@ -500,13 +493,9 @@ class Intake:
             raise ValueError(
                 f"sampling_params: expected SamplingParams, got {type(params).__name__}"
             )
-        copy = params.clone()
-        return copy, self._grammar(copy)
-
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
-        """Returns the grammar that the text is to follow, None without one. Raises: ValueError."""
-        asked = params.structured_outputs
-        return None if asked is None else self.grammars().compile(asked)
+        own = params.clone()
+        asked = own.structured_outputs
+        return own, None if asked is None else self.grammars().compile(asked)
 
     def grammars(self) -> Grammars:
         """Returns what compiles grammars for the model's tokenizer. Raises: ValueError if none
@@ -542,7 +531,9 @@ class Intake:
         that reaches them.
         """
         config = self._config
-        wanted = config.max_model_len + self._num_unstored
+        # What is pooled ends with a token that nobody draws or stores.
+        num_unstored = int(bool(config.pooled))
+        wanted = config.max_model_len + num_unstored
         if params.max_tokens is not None:
             wanted = min(wanted, prompt_len + params.max_tokens)
         if retention is not None:
@@ -550,7 +541,7 @@ class Intake:
         longest = min(config.num_pages, config.table_width) * config.block_size
         if config.has_windows:
             longest = config.max_len
-        longest += self._num_unstored
+        longest += num_unstored
         if prompt_len >= longest and 0 < config.row_pages < config.num_pages:
             raise ValueError(
                 f"the prompt has {prompt_len} tokens; with kv_policy {config.kv_policy} of LLM a "
@@ -682,7 +673,7 @@ class Intake:
                 f"max_model_len={limit}. {MAX_CONTEXT} {limit} tokens"
             )
 
-    def _check_length(self, length: int, room: int = 1) -> None:
+    def _check_length(self, length: int, room: int) -> None:
         pools, longest = self._config.pooled, self._config.max_model_len
         if not length:
             raise ValueError("the prompt is empty; expected at least one token")
@@ -696,13 +687,6 @@ class Intake:
                 f"the prompt has {length} tokens; expected at most {longest - 1}, so that one more "
                 f"fits into max_model_len={longest}. {MAX_CONTEXT} {longest} tokens"
             )
-
-    @property
-    def _num_unstored(self) -> int:
-        """Returns by how many tokens a sequence may be longer than the model allows: one that is
-        pooled ends with a token that nobody draws.
-        """
-        return int(bool(self._config.pooled))
 
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:
         # JAX gathers clamp silently, so every id is checked here, before it reaches the device.

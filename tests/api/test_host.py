@@ -168,6 +168,8 @@ def test_what_host_memory_does_not_hold_is_refused_by_name(make, tmp_path):
     ):
         with pytest.raises(ValueError, match=f"kv_host_bytes.*{reason}"):
             make(**{"kv_host_bytes": 1} | options)
+    with pytest.raises(ValueError, match=r"kv_host_bytes: expected room for a page, \d+ bytes"):
+        make(kv_host_bytes=100)
     states = make_checkpoint(tmp_path / "model", text_config("lfm2"))
     with pytest.raises(ValueError, match=r"kv_host_bytes.*recurrent states"):
         make(model=states, kv_host_bytes=1)

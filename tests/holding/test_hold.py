@@ -212,7 +212,7 @@ def test_the_longest_run_of_listed_pages_that_covers_the_window_is_found(window)
     chain, rng = PageChain(b"root"), np.random.default_rng(window)
     allocator = pages.pages
     for _ in range(40):
-        pages.forget()
+        allocator.forget()
         listed = np.flatnonzero(rng.random(8) < 0.7).tolist()
         for index in listed:
             key = chain.page(index, TOKENS, SIZE)
@@ -249,7 +249,7 @@ def test_each_table_takes_each_page_from_where_it_is(window):
     keys.append([(key + b"\1", tokens) for key, tokens in keys[0]])
     allocator = pages.pages
     for _ in range(40):
-        pages.forget()
+        allocator.forget()
         listed = [list(range(rng.integers(9))), np.flatnonzero(rng.random(8) < 0.5).tolist()]
         kept = {key for of_table in keys for key, _ in of_table if rng.random() < 0.6}
         for table, own in enumerate(listed):
@@ -275,7 +275,7 @@ def test_each_table_takes_each_page_from_where_it_is(window):
         assert {page for page, _ in loads} <= {page for part in hold.parts for page in part.pages}
         pages.check([hold])
         hold.release()
-    pages.forget()
+    pages.pages.forget()
     everything = begun(pages, 16 * SIZE)
     hold = begun(pages)
     assert hold.take_kept(TOKENS, 8 * SIZE, lambda _: True) == []

@@ -19,7 +19,6 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxkv.api.openai_format import error_body
 from jaxkv.errors import Catch, EngineDeadError
 
 T = TypeVar("T")
@@ -57,8 +56,13 @@ class Refusal(Exception):
     def body(self) -> dict[str, Any]:
         """Returns OpenAI's error object, with the beginning of a very long message."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        message = str(self)[:MAX_MESSAGE_CHARS]
-        return error_body(message, _KINDS.get(self.status, kind), key=self.key, code=self.code)
+        about = {
+            "message": str(self)[:MAX_MESSAGE_CHARS],
+            "type": _KINDS.get(self.status, kind),
+            "param": self.key,
+            "code": self.code,
+        }
+        return {"error": about}
 
     def response(self) -> Response:
         """Returns the answer, in ASCII: its message may have halves of surrogate pairs."""
