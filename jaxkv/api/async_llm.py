@@ -240,7 +240,7 @@ class AsyncLLM(AsyncPoolingCalls):
         """Ends a request, or several, and returns when all that it held is free; an unknown id is
         no error. Raises: ValueError for what can be none.
         """
-        ids = one_or_several("request_id", request_id, str)
+        ids = {*one_or_several("request_id", request_id, str)}
         for stream in list(self._streams):
             stream.is_aborted = stream.is_aborted or stream.id in ids
         await self._engine.ask(partial(self._engine.abort, ids))

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
@@ -315,9 +315,9 @@ class EngineThread:
         self._live[stream.id] = live
         self._live_of |= dict.fromkeys(live.submission.samples, live)
 
-    def abort(self, ids: Iterable[str]) -> None:
-        """Ends the requests with a last output."""
-        for live in [self._live[one] for one in dict.fromkeys(ids) if one in self._live]:
+    def abort(self, ids: Collection[str]) -> None:
+        """Ends the requests with a last output. ids: each once."""
+        for live in [self._live[one] for one in ids if one in self._live]:
             self._engine.abort(live.submission)
             self._note(live)
 

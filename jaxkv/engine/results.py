@@ -287,8 +287,6 @@ class Results:
         return ended and not request.params.include_stop_str_in_output
 
     def _end(self, request: Request) -> None:
-        if request.output.text is not None:
-            request.output.text.end()
         self._recorder.ended(request)
         self._requests.remove(request)
         self._scheduler.remove(request)

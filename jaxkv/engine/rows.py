@@ -19,7 +19,7 @@ from jaxkv.kv.state import PagedKV
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling
 from jaxkv.placement import Placement
-from jaxkv.programs.inputs import empty_batch, empty_rows, empty_sampling
+from jaxkv.programs.inputs import empty_rows, empty_sampling, packed_batch
 from jaxkv.programs.loop import Rows
 from jaxkv.programs.step import Newest
 from jaxkv.requests.masks import ends_of, token_mask
@@ -169,22 +169,15 @@ class RowTables:
 
     def batch(self, work: list[tuple[Request, int]], num_tokens: int, num_rows: int) -> Batch:
         """Packs the given numbers of pending tokens of each request, decode rows first."""
-        batch = empty_batch(num_tokens, num_rows)
+        positions = [request.hold.num_stored for request, _ in work]
+        chunks = [
+            (NO_TOKEN,) if request.num_coming else request.tokens[start : start + count]
+            for (request, count), start in zip(work, positions, strict=True)
+        ]
+        batch = packed_batch(chunks, positions, num_tokens, num_rows)
         target_T: Any = batch.target_T
-        start = 0
-        for row, (request, count) in enumerate(work):
-            done, end = request.hold.num_stored, start + count
-            batch.token_T[start:end] = (
-                NO_TOKEN if request.num_coming else request.tokens[done : done + count]
-            )
-            batch.position_T[start:end] = np.arange(done, done + count)
-            batch.row_T[start:end] = row
-            batch.start_B[row] = start
-            batch.count_B[row] = count
-            self._set_targets(target_T[start:end], request)
-            start = end
-        batch.num_decode[...] = sum(count == 1 for _, count in work)
-        batch.num_rows[...] = len(work)
+        for (request, count), start in zip(work, batch.start_B, strict=False):
+            self._set_targets(target_T[start : start + count], request)
         return batch
 
     def _set_targets(self, target_T: Any, request: Request) -> None:

@@ -288,7 +288,6 @@ class Programs:
         """
         if self._background is not None:
             self._background.wait()
-            self._background = None
         for error in self._failed.values():
             raise error
         self._compile_each(self._every)

@@ -45,7 +45,10 @@ def next_chunks(left: Mapping[int, np.ndarray], num_tokens: int) -> dict[int, np
 
 
 def packed_batch(
-    chunks: Sequence[np.ndarray], positions: Sequence[int], num_tokens: int, num_rows: int
+    chunks: Sequence[Sequence[int] | np.ndarray],
+    positions: Sequence[int],
+    num_tokens: int,
+    num_rows: int,
 ) -> Batch:
     """Returns a batch of the next tokens of some rows, each from its position on, and of padding.
 

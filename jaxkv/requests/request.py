@@ -247,9 +247,13 @@ class Request:
 
     def new_completion(self) -> CompletionOutput:
         """Returns what is new since the last call."""
-        output = self.output
+        output, text = self.output, ""
         start, output.num_given = output.num_given, self.num_new
-        return self._completion(output.text.take() if output.text else "", start)
+        if output.text is not None:
+            if self.finish_reason is not None:
+                output.text.end()
+            text = output.text.take()
+        return self._completion(text, start)
 
     def _completion(self, text: str, start: int) -> CompletionOutput:
         output = self.output

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import weakref
 from threading import Event, Thread
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -90,6 +91,34 @@ def test_all_are_made_once_in_order(programs, compiler):
     assert programs.num_compiled == programs.num_programs > 4
     assert programs.step(16) == "step 16"
     assert len(compiler.begun) == programs.num_programs
+
+
+@pytest.mark.parametrize("ask", [Programs.is_compiling.fget, Programs.stop])
+def test_who_asks_while_another_thread_sees_its_end_gets_an_answer(programs, compiler, ask):
+    """Between any two operations of the interpreter the other thread may have its turn."""
+    programs.compile_in_background()
+    background = programs._background
+    background.wait()
+    for number in range(16):
+        programs._background = background
+        left = number
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal left
+            if frame.f_code is not ask.__code__:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                left -= 1
+                if left == 0:
+                    programs.compile_all()
+            return trace
+
+        sys.settrace(trace)
+        try:
+            assert not ask(programs)
+        finally:
+            sys.settrace(None)
 
 
 def test_one_that_is_wanted_does_not_wait_for_another(programs, compiler):

@@ -3,6 +3,7 @@ where they begin.
 """
 
 import re
+from array import array
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
@@ -11,7 +12,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from jaxkv.build.tokenizer import load_tokenizer
+from jaxkv.config import SamplingParams
 from jaxkv.errors import CheckpointError
+from jaxkv.holding.hold import Hold
+from jaxkv.holding.prefix import PageChain
+from jaxkv.requests.request import Output, Request, Submission
 from jaxkv.requests.text import MAX_PENDING, UNFINISHED, TextStream, whole_suffix
 from tokenizers_ import CHAT_TEMPLATE, EOS, KINDS, SPECIALS, save_tokenizer
 
@@ -440,3 +445,23 @@ def test_a_directory_without_a_tokenizer_is_an_error_that_says_what_to_do(tmp_pa
         CheckpointError, match=r"tokenizer\.json.*got neither; pass tokenizer=DIR, or skip_"
     ):
         load_tokenizer(tmp_path)
+
+
+def test_what_may_begin_a_stop_string_is_given_out_when_the_request_is_ended():
+    text = TextStream(lambda ids: "".join(map(chr, ids)), ["never"], include_stop=False)
+    request = Request(
+        id="0",
+        tokens=array("i", [ord("a")]),
+        prompt_len=1,
+        params=SamplingParams(stop="never"),
+        hold=Hold(PageChain(b""), 1),
+        max_len=9,
+        output=Output(text=text),
+    )
+    submission = Submission("0", None, (request,))
+    request.tokens.extend(map(ord, "so nev"))
+    text.push([*map(ord, "so nev")])
+    assert submission.new_output().outputs[0].text == "so"
+    request.finish_reason = "abort"
+    assert submission.new_output().outputs[0].text == " nev"
+    assert submission.output().outputs[0].text == "so nev"
