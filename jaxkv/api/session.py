@@ -47,7 +47,7 @@ class Claim:
 
     def __init__(self, engine: Engine, keys: Sequence[bytes]) -> None:
         self.keys = keys
-        engine.pin(self, keys)
+        engine.pins.add(self, keys)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import count
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -15,9 +13,8 @@ import numpy as np
 
 from jaxkv.config import EngineConfig
 from jaxkv.engine.host_moves import HostMoves
-from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder, tier_metrics
+from jaxkv.engine.metrics import Gauge, Metric, Recorder, engine_metrics
 from jaxkv.engine.pages import (
-    freed_nbytes,
     is_computed,
     measure_pages,
     move_pages,
@@ -30,6 +27,7 @@ from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.speculation import Speculator
 from jaxkv.errors import EngineDeadError
+from jaxkv.holding.pins import Pins
 from jaxkv.holding.tiers import Tiers
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models.decoder import body_of, head_of
@@ -122,13 +120,7 @@ class Engine:
         self._is_under_way = False
         """A change is further up in this thread's calls: aborts wait for its end."""
         self._aborted: list[Request] = []
-        self._pin_numbers = count()
-        self._pins: dict[int, Sequence[bytes]] = {}
-        self._owned_pins: set[int] = set()
-        self._new_pins: dict[int, Sequence[bytes]] = {}
-        """Pins whose owners are there, and those of them to be made before the next change; then
-        the others are ended.
-        """
+        self.pins = Pins()
         self.watchers: list[Callable[[Scheduler], None]] = []
         """Are shown the scheduler when a step has been launched."""
         self._touched: list[Flight | StepPlan | LoopPlan] = []
@@ -202,27 +194,6 @@ class Engine:
                     one.finish_reason = "abort"
                     self._recorder.ended(one)
                     self.scheduler.remove(one)
-
-    def pin(self, owner: object, keys: Sequence[bytes]) -> None:
-        """Keeps pages of these keys, each sequence's first ones first, in the prefix cache longer
-        than others, from the next change on and while anybody has the owner. Waits for nobody.
-        """
-        number = next(self._pin_numbers)
-        # Before the keys: an interrupt between both would leave a pin that nobody ends. Both take
-        # back at once, as the next change may never come, and are C, where no interrupt comes.
-        weakref.finalize(owner, self._owned_pins.discard, number).atexit = False
-        weakref.finalize(owner, self._new_pins.pop, number, None).atexit = False
-        self._owned_pins.add(number)
-        self._new_pins[number] = keys
-
-    def _change_pins(self) -> None:
-        for number in list(self._new_pins):
-            # In one line, as an interrupt may come behind it. An owner that has just gone has none.
-            keys = self._pins[number] = self._new_pins.pop(number, ())
-            self.scheduler.allocators.pin(keys)
-        if len(self._pins) != len(self._owned_pins):
-            for number in [one for one in self._pins if one not in self._owned_pins]:
-                self.scheduler.allocators.unpin(self._pins.pop(number))
 
     def forget(self) -> None:
         """Makes nothing that is computed so far be found again in the prefix cache."""
@@ -356,7 +327,7 @@ class Engine:
                 try:
                     try:
                         self._is_changing = self._is_under_way = True
-                        self._change_pins()
+                        self.pins.change(self.scheduler.allocators)
                         result = change()
                         while self._aborted:
                             self._abort(self._aborted[:1])
@@ -389,8 +360,7 @@ class Engine:
         self._watching.clear()
         self._watching.update(one for one in self._requests if one.needs_tokens)
         self.scheduler.start_again(self._requests)
-        for keys in self._pins.values():
-            self.scheduler.allocators.pin(keys)
+        self.pins.start_again(self.scheduler.allocators)
         self._rows.start_again()
         if self._speculator is not None:
             self._speculator.start_again()
@@ -471,67 +441,21 @@ class Engine:
         Takes no lock, as a step may be stuck: it only reads, and copies a dict that a step makes
         longer before it goes through it.
         """
-        scheduler, allocator, programs = self.scheduler, self.scheduler.allocator, self.programs
-        num_waiting = len(scheduler.waiting)
+        num_tables, speculator = len(self.scheduler.config.windows), self._speculator
         return [
-            Gauge(
-                "num_requests_running",
-                "Requests under way.",
-                max(0, len(self._requests) - num_waiting),  # one may just be leaving both
+            *engine_metrics(
+                self.scheduler,
+                self.kv,
+                self.programs,
+                num_requests=len(self._requests),
+                num_coming=num_coming,
             ),
-            Gauge(
-                "num_requests_waiting",
-                "Requests that wait for a row.",
-                num_waiting + num_coming,
-            ),
-            Gauge(
-                "kv_cache_usage_perc",
-                "Part of the pages in use.",
-                allocator.num_used / allocator.num_pages,
-            ),
-            Counter(
-                "prefix_cache_queries",
-                "Prompt tokens that were looked up.",
-                scheduler.num_looked_up,
-            ),
-            Counter("prefix_cache_hits", "Prompt tokens that were found.", scheduler.num_found),
-            *tier_metrics(scheduler.tiers),
-            Counter(
-                "num_preemptions", "Requests that gave their pages back.", scheduler.num_preemptions
-            ),
-            *(
-                Counter(
-                    "kv_policy_pages",
-                    "Full pages that policies were asked about, by what became of them.",
-                    count,
-                    labels={"outcome": outcome},
-                )
-                for outcome, count in scheduler.eviction.outcomes.items()
-            ),
-            Counter(
-                "kv_policy_bytes_freed",
-                "Bytes of pages that policies gave back.",
-                freed_nbytes(self.kv, scheduler.eviction.outcomes),
-            ),
-            Counter(
-                "programs_compiled",
-                "Programs compiled.",
-                programs.num_compiled - programs.num_loaded,
-            ),
-            Counter(
-                "programs_loaded",
-                "Programs that an earlier start had compiled.",
-                programs.num_loaded,
-            ),
-            Counter("compile_seconds", "Time that all of them took.", programs.compile_s),
             *self._recorder.metrics(),
-            *([] if self._speculator is None else self._speculator.metrics()),
+            *([] if speculator is None else speculator.metrics()),
             Gauge(
                 "kv_cache_bytes_per_token",
                 "Bytes of pages per token that they hold, mean over steps.",
-                self._recorder.bytes_per_token(
-                    *slot_nbytes(self.kv), len(scheduler.config.windows)
-                ),
+                self._recorder.bytes_per_token(*slot_nbytes(self.kv), num_tables),
             ),
         ]
 
@@ -542,7 +466,7 @@ class Engine:
         if not self._is_under_way:
             self.change(lambda: None)
         self.scheduler.check()
-        self.scheduler.allocators.check_pins(self._pins.values())
+        self.pins.check(self.scheduler.allocators)
         self._rows.check(self.scheduler.running)
         known = {*self.scheduler.waiting, *self.scheduler.running}
         leaving = {request for request in self._flying if request.is_leaving}

@@ -10,8 +10,12 @@ from collections import Counter as Tally
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from jaxkv.engine.pages import freed_nbytes
+from jaxkv.engine.scheduler import Scheduler
 from jaxkv.holding.hold import Allocators
 from jaxkv.holding.tiers import Tiers
+from jaxkv.kv.state import PagedKV
+from jaxkv.programs.compiled import Programs
 from jaxkv.requests.request import Request
 
 LATENCY_S = (
@@ -272,7 +276,59 @@ class Recorder:
         ]
 
 
-def tier_metrics(tiers: Tiers | None) -> list[Metric]:
+def engine_metrics(
+    scheduler: Scheduler, kv: PagedKV, programs: Programs, *, num_requests: int, num_coming: int
+) -> list[Metric]:
+    """Returns what there is to watch of scheduler, pages and programs, with so many requests under
+    way and so many that wait to be added.
+    """
+    allocator, num_waiting = scheduler.allocator, len(scheduler.waiting)
+    outcomes = scheduler.eviction.outcomes
+    return [
+        Gauge(
+            "num_requests_running",
+            "Requests under way.",
+            max(0, num_requests - num_waiting),  # one may just be leaving both
+        ),
+        Gauge("num_requests_waiting", "Requests that wait for a row.", num_waiting + num_coming),
+        Gauge(
+            "kv_cache_usage_perc",
+            "Part of the pages in use.",
+            allocator.num_used / allocator.num_pages,
+        ),
+        Counter(
+            "prefix_cache_queries", "Prompt tokens that were looked up.", scheduler.num_looked_up
+        ),
+        Counter("prefix_cache_hits", "Prompt tokens that were found.", scheduler.num_found),
+        *_tier_metrics(scheduler.tiers),
+        Counter(
+            "num_preemptions", "Requests that gave their pages back.", scheduler.num_preemptions
+        ),
+        *(
+            Counter(
+                "kv_policy_pages",
+                "Full pages that policies were asked about, by what became of them.",
+                count,
+                labels={"outcome": outcome},
+            )
+            for outcome, count in outcomes.items()
+        ),
+        Counter(
+            "kv_policy_bytes_freed",
+            "Bytes of pages that policies gave back.",
+            freed_nbytes(kv, outcomes),
+        ),
+        Counter(
+            "programs_compiled", "Programs compiled.", programs.num_compiled - programs.num_loaded
+        ),
+        Counter(
+            "programs_loaded", "Programs that an earlier start had compiled.", programs.num_loaded
+        ),
+        Counter("compile_seconds", "Time that all of them took.", programs.compile_s),
+    ]
+
+
+def _tier_metrics(tiers: Tiers | None) -> list[Metric]:
     """Returns what host memory and a disk keep and have been of use for; zeros without them."""
     host, disk = (None, None) if tiers is None else (tiers.host, tiers.disk)
     return [

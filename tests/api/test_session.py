@@ -116,7 +116,7 @@ def test_a_claim_keeps_pages_from_those_that_nobody_claims(make):
     assert before.num_cached_tokens == 32
     for length in range(9):  # nothing runs, and nothing is left of those that go
         fork.rewind(tokens=length)
-    assert (len(engine._new_pins), len(engine._owned_pins)) == (0, 1)
+    assert (len(engine.pins._new), len(engine.pins._owned)) == (0, 1)
     prompt = fork.prompt
     del fork
     gc.collect()
