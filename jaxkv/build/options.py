@@ -81,6 +81,10 @@ def one_of(*values: str) -> Check:
     )
 
 
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
+
+
 IS_BOOL = Check(expected="True or False", holds=lambda value: isinstance(value, bool))
 IS_LIST = Check(
     expected="None or a list", holds=lambda value: value is None or isinstance(value, list | tuple)
@@ -93,22 +97,11 @@ IS_DICT = Check(
 )
 IS_TEXT = Check(expected="a name", holds=lambda value: isinstance(value, str))
 IS_PATH = Check(
-    expected="a directory or a hub id",
-    holds=lambda value: (
-        value is None
-        or (isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str))
-    ),
+    expected="a directory or a hub id", holds=lambda value: value is None or _is_path(value)
 )
 IS_DIRECTORY = Check(
     expected="None or the path of a directory",
-    holds=lambda value: (
-        value is None
-        or (
-            isinstance(value, str | os.PathLike)
-            and isinstance(os.fspath(value), str)
-            and os.fspath(value) != ""
-        )
-    ),
+    holds=lambda value: value is None or (_is_path(value) and os.fspath(value) != ""),
 )
 IS_TEXT_OR_NONE = Check(
     expected="None or a text", holds=lambda value: value is None or isinstance(value, str)

@@ -19,7 +19,7 @@ from jaxkv.kv.state import PagedKV
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling
 from jaxkv.placement import Placement
-from jaxkv.programs.inputs import empty_rows, empty_sampling, packed_batch
+from jaxkv.programs.inputs import empty_rows, empty_sampling, packed_batch, set_drawn
 from jaxkv.programs.loop import Rows
 from jaxkv.programs.step import Newest
 from jaxkv.requests.masks import ends_of, token_mask
@@ -129,14 +129,14 @@ class RowTables:
 
     def _set_sampling(self, row: int, request: Request) -> None:
         params, table = request.params, self.sampling
-        table.temperature_B[row] = params.temperature
-        table.top_k_B[row] = params.top_k if params.top_k > 0 else np.iinfo(np.int32).max
-        table.top_p_B[row] = params.top_p
-        table.min_p_B[row] = params.min_p
-        table.seed_B2[row] = request.draw.seed >> 32, request.draw.seed & 0xFFFFFFFF
-        table.sample_B[row] = request.draw.sample
-        table.stop_BE[row] = NO_TOKEN
-        table.stop_BE[row, : len(request.ends.stop_ids)] = sorted(request.ends.stop_ids)
+        set_drawn(
+            table,
+            row,
+            params,
+            stop_ids=request.ends.stop_ids,
+            seed=request.draw.seed,
+            sample=request.draw.sample,
+        )
         ignored = request.ends.ignored_eos
         table.ignored_B[row] = NO_TOKEN if ignored is None else ignored
         table.logprobs_B[row] = params.logprobs is not None

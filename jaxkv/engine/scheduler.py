@@ -53,8 +53,19 @@ class Scheduler:
     def __init__(self, config: EngineConfig, tiers: Tiers | None = None) -> None:
         self.config = config
         self.tiers = tiers
-        self.allocators = self._new_allocators()
         self.adapters = AdapterSlots(config.num_adapters)
+        self.loop_steps = config.decode_steps
+        """Counts the steps of a decode loop at most."""
+        self.num_preemptions = 0
+        self.num_looked_up = 0
+        self.num_found = 0
+        self._num_added = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Makes all that there is of requests and pages, for none so far."""
+        self.allocators = Allocators(self.config)
+        self._note_moves(self.allocator)
         self.eviction = Eviction(self.allocators)
         self.running: list[Request] = []
         self.bounded: set[Request] = set()
@@ -63,15 +74,9 @@ class Scheduler:
         """Requests without a row whose last tokens are coming. They keep their pages until those
         are read, and listed with them, unless somebody else needs the pages.
         """
-        self.loop_steps = config.decode_steps
-        """Counts the steps of a decode loop at most."""
-        self.num_preemptions = 0
-        self.num_looked_up = 0
-        self.num_found = 0
         self.waiting: list[Request] = []
         """Those that wait, in the order in which they will be admitted."""
-        self._num_added = 0
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         self._copies: dict[Request, Pairs] = {}
         self._state_copies: list[tuple[int, int]] = []
         self._loads: dict[Request, list[tuple[int, HostPage]]] = {}
@@ -458,11 +463,6 @@ class Scheduler:
                 except CapacityError:
                     self._make_room()
 
-    def _new_allocators(self) -> Allocators:
-        allocators = Allocators(self.config)
-        self._note_moves(allocators.pages)
-        return allocators
-
     def _note_moves(self, pages: PageAllocator) -> None:
         """Has pages noted from now on that tiers are to keep."""
         if self.tiers is not None:
@@ -544,17 +544,9 @@ class Scheduler:
         outcomes = self.eviction.outcomes
         if self.tiers is not None:
             self.tiers.start_again()
-        self.allocators = self._new_allocators()
-        self._loads.clear()
-        self.eviction = Eviction(self.allocators)
+        self._begin()
         self.eviction.outcomes = outcomes
-        self.running.clear()
-        self.bounded.clear()
-        self.leaving.clear()
-        self._copies.clear()
-        self._state_copies.clear()
         self.adapters.start_again()
-        self._free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         for request in requests:
             if request.row is not None:
                 request.record.preempted()

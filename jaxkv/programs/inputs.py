@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxkv.config import EngineConfig
+from jaxkv.config import MAX_INT32, EngineConfig, SamplingParams
 from jaxkv.kv.policies import get_policy
 from jaxkv.kv.state import PagedKV, PageTables
 from jaxkv.ops.attention import Batch
@@ -103,7 +103,7 @@ def empty_sampling(
     full = _full if make is None else make
     return Sampling(
         temperature_B=full((num_rows,), 0, np.float32),
-        top_k_B=full((num_rows,), np.iinfo(np.int32).max),
+        top_k_B=full((num_rows,), MAX_INT32),
         top_p_B=full((num_rows,), 1, np.float32),
         min_p_B=full((num_rows,), 0, np.float32),
         seed_B2=full((num_rows, 2), 0, np.uint32),
@@ -122,6 +122,26 @@ def empty_sampling(
         history_BN=full((num_rows, max_len), NO_TOKEN),
         prompt_len_B=full((num_rows,), 0),
     )
+
+
+def set_drawn(
+    sampling: Sampling,
+    row: int,
+    params: SamplingParams,
+    *,
+    stop_ids: Collection[int],
+    seed: int,
+    sample: int,
+) -> None:
+    """Sets how a row's tokens are drawn and which of them end it, in arrays of numpy."""
+    sampling.temperature_B[row] = params.temperature
+    sampling.top_k_B[row] = params.top_k if params.top_k > 0 else MAX_INT32
+    sampling.top_p_B[row] = params.top_p
+    sampling.min_p_B[row] = params.min_p
+    sampling.seed_B2[row] = divmod(seed, 2**32)
+    sampling.sample_B[row] = sample
+    sampling.stop_BE[row] = NO_TOKEN
+    sampling.stop_BE[row, : len(stop_ids)] = sorted(stop_ids)
 
 
 def empty_rows(num_rows: int) -> Rows:

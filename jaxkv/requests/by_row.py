@@ -14,7 +14,7 @@ import numpy as np
 from jaxkv.config import SamplingParams, is_int, own
 from jaxkv.errors import CapacityError
 from jaxkv.ops.sampling import NO_TOKEN, NUM_STOP_TOKENS, Sampling
-from jaxkv.programs.inputs import empty_sampling
+from jaxkv.programs.inputs import empty_sampling, set_drawn
 
 T = TypeVar("T")
 
@@ -112,20 +112,12 @@ def sampling_of(
     for b, (row, params) in enumerate(zip(rows, each, strict=True)):
         stops = _stop_ids(params, eos_ids, vocab_size)
         params = params.clone()
-        made.stop_BE[b, : len(stops)] = stops
-        made.temperature_B[b] = params.temperature
-        made.top_p_B[b] = params.top_p
-        made.min_p_B[b] = params.min_p
-        if params.top_k > 0:
-            made.top_k_B[b] = params.top_k
-        if params.seed in (None, -1):
-            made.sample_B[b] = row
-        else:
-            made.seed_B2[b] = divmod(params.seed % 2**64, 2**32)
+        seed, sample = (0, row) if params.seed in (None, -1) else (params.seed % 2**64, 0)
+        set_drawn(made, b, params, stop_ids=stops, seed=seed, sample=sample)
     return made
 
 
-def _stop_ids(params: Any, eos_ids: frozenset[int], vocab_size: int) -> list[int]:
+def _stop_ids(params: Any, eos_ids: frozenset[int], vocab_size: int) -> set[int]:
     if not isinstance(params, SamplingParams):
         raise ValueError(f"sampling: expected SamplingParams, got {type(params).__name__}")
     changed = [x.name for x in fields(params) if getattr(params, x.name) != x.default]
@@ -142,4 +134,4 @@ def _stop_ids(params: Any, eos_ids: frozenset[int], vocab_size: int) -> list[int
             f"stop_token_ids: expected at most {NUM_STOP_TOKENS} with the model's own, got "
             f"{len(stops)}"
         )
-    return sorted(stops)
+    return stops

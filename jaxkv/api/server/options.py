@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxkv.build.options import IS_TEXT, IS_TEXT_OR_NONE, Check, option
+from jaxkv.build.options import IS_SIZE, IS_TEXT, IS_TEXT_OR_NONE, Check, option
 from jaxkv.config import is_int
 
 SERVE = ("serve",)
@@ -47,7 +47,6 @@ IS_ORIGINS = Check(
 IS_PORT = Check(
     expected="a number from 0 to 65535", holds=lambda value: is_int(value) and 0 <= value <= 65535
 )
-IS_POSITIVE = Check(expected="a number >= 1", holds=lambda value: is_int(value) and value >= 1)
 MAX_S = 86400
 IS_SECONDS = Check(
     expected=f"a number of seconds from 0 to {MAX_S}",
@@ -111,13 +110,13 @@ class ServeOptions:
     max_concurrent_sequences: int = option(
         256,
         "sequences (prompts times n) that run or wait at once; requests beyond are answered 429",
-        check=IS_POSITIVE,
+        check=IS_SIZE,
         commands=SERVE,
     )
     max_body_bytes: int = option(
         2**24,
         "largest body of a request; 8 times as much is held for all requests that come in",
-        check=IS_POSITIVE,
+        check=IS_SIZE,
         commands=SERVE,
     )
     send_timeout_s: float = option(
