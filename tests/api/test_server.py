@@ -395,6 +395,19 @@ def test_a_streamed_chat_begins_with_its_role(server, client):
     )
 
 
+def test_names_of_tokens_are_looked_up_beside_the_event_loop(server, monkeypatch):
+    tokenizer, loops = server.server.app._tokenizer, []
+    name = tokenizer.convert_ids_to_tokens
+
+    def noted(ids: list[int]) -> list[str]:
+        loops.append(asyncio._get_running_loop())
+        return name(ids)
+
+    monkeypatch.setattr(tokenizer, "convert_ids_to_tokens", noted)
+    assert server.ask("/tokenize", {"prompt": PROMPTS[0], "return_token_strs": True})[0] == 200
+    assert loops == [None]
+
+
 def test_models_tokens_health_version_and_metrics(server, client):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").model_extra["max_model_len"] == MAX_LEN

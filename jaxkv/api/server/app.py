@@ -182,10 +182,14 @@ class App:
     async def _tokenize(self, request: Request) -> Response:
         asked = await self._read(request, read_text)
         tokens = await self._tokens(asked)
-        answer = {"count": len(tokens), "max_model_len": self._llm.max_model_len, "tokens": tokens}
-        if asked.strings:
-            answer["token_strs"] = self._tokenizer.convert_ids_to_tokens(tokens)
-        return JSONResponse(answer)
+        about = {"count": len(tokens), "max_model_len": self._llm.max_model_len, "tokens": tokens}
+
+        def write() -> Response:
+            name = self._tokenizer.convert_ids_to_tokens
+            return JSONResponse(about | ({"token_strs": name(tokens)} if asked.strings else {}))
+
+        # Not in the event loop's thread: hundreds of thousands take long.
+        return await asyncio.to_thread(write)
 
     async def _detokenize(self, request: Request) -> Response:
         tokens = await self._tokens(await self._read(request, read_tokens))
