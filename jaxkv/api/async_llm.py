@@ -52,7 +52,7 @@ OF_VLLM = (
 
 
 class AsyncLLM(AsyncPoolingCalls):
-    """An `LLM` for asyncio: requests come and go at any time, from any number of tasks and event
+    """Is an `LLM` for asyncio: requests come and go at any time, from any number of tasks and event
     loops.
 
         async with AsyncLLM("path/to/checkpoint") as llm:
@@ -318,12 +318,12 @@ class AsyncLLM(AsyncPoolingCalls):
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt and output together, in tokens."""
+        """Returns the longest prompt and output together, in tokens."""
         return self._llm.max_model_len
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Counts the tokens that the KV cache holds."""
         return self._llm.num_kv_tokens
 
     def shutdown(self) -> None:

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class _Call:
-    """A command whose result or exception somebody waits for: in `reply`."""
+    """Is a command whose result or exception somebody waits for: in `reply`."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.reply: Future[Any] = Future()
@@ -75,7 +75,7 @@ def _dead(cause: BaseException | None) -> EngineDeadError:
 
 
 class Stream:
-    """The reading end of a request. Touched by the thread of its event loop only, but for
+    """Is the reading end of a request. Touched by the thread of its event loop only, but for
     `is_aborted`: somebody has aborted it, maybe before the engine has heard of it.
     """
 
@@ -109,7 +109,7 @@ class Stream:
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """The engine's end of a request, from being accepted to its end; `error` if that was an
+    """Is the engine's end of a request, from being accepted to its end; `error` if that was an
     exception.
     """
 
@@ -183,7 +183,7 @@ class _Outbox:
 
 
 class EngineThread:
-    """The thread that has the engine, and the tokenizer with it: neither is for two threads at a
+    """Is the thread that has the engine, and the tokenizer with it: neither is for two threads at a
     time. `AsyncLLM` makes tokens of prompts with a tokenizer of its own, in a thread of its own.
     Only what looks at an `AsyncSession` without awaiting takes the engine's lock elsewhere, and
     waits there for the end of a step.

@@ -434,22 +434,24 @@ class LLM(PoolingCalls):
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt and output together, in tokens."""
+        """Returns the longest prompt and output together, in tokens."""
         return self._blueprint.limits.max_model_len
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Counts the tokens that the KV cache holds."""
         return self._blueprint.limits.num_tokens
 
     @property
     def compile_s(self) -> float:
-        """Seconds in which something was compiled so far, also behind running requests."""
+        """Counts the seconds in which something was compiled so far, behind running requests
+        too.
+        """
         return sum(engine.programs.compile_s for engine in self._engines)
 
     @property
     def compile_wait_s(self) -> float:
-        """Seconds that running requests have waited for compilation so far."""
+        """Counts the seconds that running requests have waited for compilation so far."""
         return sum(engine.programs.waited_s for engine in self._engines)
 
     def get_tokenizer(self) -> Any:
@@ -532,7 +534,7 @@ class LLM(PoolingCalls):
         return True
 
     def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
-        """Counters, gauges and histograms under vLLM's names (and some of our own), behind
+        """Returns counters, gauges and histograms under vLLM's names (and some of our own), behind
         `prefix`: "vllm:" makes them fit what is built for vLLM. `prometheus_text` writes them as
         Prometheus reads them. Another thread may ask too, and waits for no step: then figures may
         be from some lines of it apart. Raises: ValueError for a prefix that is no text.

@@ -395,7 +395,7 @@ class BaseSession:
 
 
 class Session(BaseSession):
-    """A sequence of tokens over an `LLM` that can go on in many ways: made by `LLM.session`.
+    """Is a sequence of tokens over an `LLM` that can go on in many ways: made by `LLM.session`.
 
         s1 = llm.session("Once upon a time").extend(" there was a")
         s2, out = s1.generate(SamplingParams(max_tokens=20))

@@ -375,8 +375,8 @@ class Blueprint:
         return self.num_devices if heads.latent_dim is None else 1
 
     def _empty(self, placement: Placement | None) -> PagedKV:
-        """placement: where it is allocated; without one on the default device, whatever it is
-        divided over.
+        """Returns `empty_kv`. placement: where it is allocated; without one on the default device,
+        whatever it is divided over.
         """
         limits = self.limits
 

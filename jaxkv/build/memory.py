@@ -24,10 +24,11 @@ AMPLE = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes of one device: what an engine may use of it (None: it does not say), and what of that
-    is in use before the pool comes, mostly weights. `source` says where the limit comes from.
-    `pool_limit`: what the pool may take unless told otherwise; None: all that weights and programs
-    leave. `state_bytes`: what the recurrent states of all slots take, whatever the pool has.
+    """Counts the bytes of one device: what an engine may use of it (None: it does not say), and
+    what of that is in use before the pool comes, mostly weights. `source` says where the limit
+    comes from. `pool_limit`: what the pool may take unless told otherwise; None: all that weights
+    and programs leave. `state_bytes`: what the recurrent states of all slots take, whatever the
+    pool has.
     """
 
     limit: int | None
@@ -221,14 +222,16 @@ def _kept_bytes(programs: Programs) -> int:
 
 
 def _program_bytes(programs: Programs) -> int:
-    """Programs run one at a time; their code and the wide sampling parameters stay."""
+    """Counts what programs take. They run one at a time; their code and the wide sampling
+    parameters stay.
+    """
     running = _largest(programs.memory).temp_bytes if programs.memory else 0
     return running + _kept_bytes(programs)
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can still be had: the system's figure, and on Linux the cgroup's where that is
-    lower.
+    """Counts the bytes that can still be had: the system's figure, and on Linux the cgroup's where
+    that is lower.
     """
     meminfo = root / "proc/meminfo"
     if not meminfo.is_file():

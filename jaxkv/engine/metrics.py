@@ -64,7 +64,7 @@ class Counter(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Histogram(Metric):
-    """`buckets`: upper bound -> how many observations were at most that."""
+    """Holds a distribution. `buckets`: upper bound -> how many observations were at most that."""
 
     count: int
     sum: float

@@ -64,7 +64,7 @@ def chunks(pages: Sequence[int], at_once: int) -> Iterator[tuple[np.ndarray, int
 
 
 def _padded(pairs: Pairs, size: int) -> np.ndarray:
-    """Sources and targets, [2, size]."""
+    """Returns sources and targets, [2, size]."""
     page_2C = np.zeros((2, size), np.int32)
     page_2C[:, : len(pairs)] = np.transpose(pairs)
     return page_2C
@@ -106,7 +106,7 @@ def slot_nbytes(kv: PagedKV) -> tuple[float, float]:
 
 
 def freed_nbytes(kv: PagedKV, outcomes: Mapping[str, int]) -> int:
-    """Bytes of pages that policies have given back, by what became of the pages."""
+    """Counts the bytes of pages that policies have given back, by what became of the pages."""
     full, low = page_nbytes(kv)
     freed = (outcomes["demoted"] + outcomes["dropped"]) * full
     return freed + (outcomes["demoted_dropped"] - outcomes["demoted"]) * low

@@ -45,8 +45,8 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step or loop on its way: its requests, each with the tokens that come to it, and what the
-    device will return.
+    """Holds a step or loop on its way: its requests, each with the tokens that come to it, and what
+    the device will return.
 
     It was launched at `start_s` of the monotonic clock. `batch`, `scores` and `num_tokens`, with
     padding, are those of a step; one that pools has `pooled_BD` in place of tokens. Reading a loop
@@ -303,7 +303,7 @@ class Results:
         return self._entry(token, one, request.params.logprobs or 0)
 
     def _take_prompt_logprobs(self, flight: Flight) -> None:
-        """Entries of the prompt tokens that this step has scored, in order."""
+        """Adds the entries of the prompt tokens that this step has scored, in order."""
         batch, requests = flight.batch, flight.requests
         if batch is None or flight.scores is None:
             return

@@ -200,8 +200,8 @@ class RowTables:
         return position_B
 
     def decode_rows(self, work: list[tuple[Request, int]], position_B: np.ndarray) -> Rows:
-        """Rows at these positions that may get so many tokens; their newest one is on the device
-        only where steps are under way.
+        """Returns rows at these positions that may get so many tokens; their newest one is on the
+        device only where steps are under way.
         """
         rows, count = empty_rows(len(position_B)), len(work)
         rows.token_B[:count] = [
@@ -254,7 +254,7 @@ class RowTables:
         return history_BN
 
     def _empty_for(self, num_rows: int) -> Sampling:
-        """Parameters of rows that want nothing, the wide ones on the device."""
+        """Returns parameters of rows that want nothing, the wide ones on the device."""
         if num_rows not in self._empty:
             empty = empty_sampling(num_rows, vocab_size=self.vocab_size, max_len=self.max_len)
             wide = {name: jax.device_put(getattr(empty, name), self._whole) for name in WIDE}

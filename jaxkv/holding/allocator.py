@@ -23,7 +23,7 @@ def nowhere(key: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KVHandle:
-    """A sequence's hold on the KV state: page ids in order, and how many tokens of them are its
+    """Is a sequence's hold on the KV state: page ids in order, and how many tokens of them are its
     own.
 
     A handle owns one reference on each of its pages. The allocator's operations consume the handle

@@ -18,8 +18,8 @@ PageKey = tuple[bytes, bytes]
 
 @dataclass(slots=True)
 class PageChain:
-    """The keys of a growing sequence's full pages: each is SHA-256 over the key before it and the
-    page's tokens.
+    """Makes the keys of a growing sequence's full pages: each is SHA-256 over the key before it and
+    the page's tokens.
 
     `root` stands for all else that the content depends on (`root_key`), made with `secret` if that
     may change. Cost: one hash per page, made once.
@@ -77,8 +77,8 @@ def root_key(secret: bytes, *parts: str) -> bytes:
 
 
 class PrefixIndex:
-    """Pages by key. The allocator decides what leaves it, and keeps every entry's parent as long as
-    the entry. `snapshots` of recurrent states leave with the pages that have them.
+    """Finds pages by key. The allocator decides what leaves it, and keeps every entry's parent as
+    long as the entry. `snapshots` of recurrent states leave with the pages that have them.
     """
 
     def __init__(self, num_pages: int, snapshots: Snapshots | None = None) -> None:

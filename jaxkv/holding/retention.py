@@ -38,7 +38,7 @@ class Retention:
 
     @property
     def limit(self) -> int:
-        """Tokens that are held in full precision when the policy is asked."""
+        """Counts the tokens that are held in full precision when the policy is asked."""
         return self.full_pages * self.page_size
 
     @property

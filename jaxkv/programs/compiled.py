@@ -76,8 +76,8 @@ class ProgramMemory(NamedTuple):
 
 
 class Lowering(NamedTuple):
-    """A jitted function and the abstract arguments that it is for. It is traced when it is compiled
-    only: what comes from files need not be.
+    """Holds a jitted function and the abstract arguments that it is for. It is traced when it is
+    compiled only: what comes from files need not be.
     """
 
     jitted: Any
@@ -88,8 +88,8 @@ class Lowering(NamedTuple):
 
 
 class Programs:
-    """The compiled steps (by packed tokens T), draws and decode loops (by rows) of one engine, and
-    its copy of pages.
+    """Holds the compiled steps (by packed tokens T), draws and decode loops (by rows) of one
+    engine, and its copy of pages.
 
     `step(T)`, `draw(R)`, `loop(R)` and `copy()` give an executable, compiling it on first use;
     `compile_all` compiles them all, `compile_in_background` too while the first are used already.
@@ -144,7 +144,7 @@ class Programs:
         return len(self.executables)
 
     def num_step_rows(self, num_tokens: int) -> int:
-        """Rows of the step program for T packed tokens."""
+        """Returns the rows of the step program for T packed tokens."""
         return num_step_rows(self.config.max_num_seqs, num_tokens)
 
     def step(self, num_tokens: int) -> Compiled:
@@ -250,8 +250,8 @@ class Programs:
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of the sampling parameters that stay on the device for every row count, whatever
-        runs, and of the rows' text.
+        """Counts the bytes of the sampling parameters that stay on the device for every row count,
+        whatever runs, and of the rows' text.
         """
         if self.config.pooled:
             return 0
@@ -403,8 +403,8 @@ class Programs:
 
     @property
     def _num_at_once(self) -> int:
-        """Compilations at a time, which run outside Python's lock. libtpu 0.0.42.1 has died of
-        two.
+        """Counts the compilations at a time, which run outside Python's lock. libtpu 0.0.42.1 has
+        died of two.
         """
         return 1 if self._device.platform == "tpu" else 2
 

@@ -30,8 +30,8 @@ from jaxkv.weights.tree import Weights
 
 @pytree
 class Rows:
-    """Rows that decode: token_B (sampled, not yet stored), its position_B, and budget_B, the tokens
-    still allowed.
+    """Describes rows that decode: token_B (sampled, not yet stored), its position_B, and budget_B,
+    the tokens still allowed.
 
     All int32. token_B is NO_TOKEN where only `Newest` has it. A row with budget 0, or that has
     ended, rests: it stores nothing and samples nothing. The pages for `budget` more tokens are the

@@ -21,7 +21,7 @@ NEVER = np.float32(-1e9)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """A sequence: one more token than `before` has (None: the prompt), the sum of the
+    """Holds a sequence: one more token than `before` has (None: the prompt), the sum of the
     log-probabilities up to it, and the likeliest tokens at its place, token_K and their logprob_K.
     A search's beams share their beginnings.
     """
@@ -43,8 +43,8 @@ class Beam:
 
 
 class BeamSearch:
-    """Mutable: `running` and `ended` beams, both best first, and whether it `is_over`. Lengths are
-    in new tokens.
+    """Searches on, step by step. Mutable: `running` and `ended` beams, both best first, and whether
+    it `is_over`. Lengths are in new tokens.
 
     `num_candidates` is how many of its likeliest tokens each beam must tell.
     """

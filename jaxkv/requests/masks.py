@@ -30,7 +30,7 @@ def encode_words(tokenizer: Any, words: Sequence[str]) -> tuple[Word, ...]:
 
 
 def ends_of(words: Iterable[Word], generated: Sequence[int]) -> set[int]:
-    """Tokens that would complete one of the words after what has been generated."""
+    """Returns the tokens that would complete one of the words after what has been generated."""
     return {
         word[-1]
         for word in words

@@ -10,8 +10,8 @@ from jaxkv.lora.request import LoRARequest
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural-log probability of a token under the model's own distribution; rank 1 is the
-    likeliest.
+    """Holds the natural-log probability of a token under the model's own distribution; rank 1 is
+    the likeliest.
     """
 
     logprob: float
@@ -101,7 +101,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with its completions. `prompt` is None when token ids were given.
+    """Holds a request with its completions. `prompt` is None when token ids were given.
 
     `prompt_logprobs`, if asked for, has one entry per prompt token: None for the first, then token
     id -> Logprob. In a stream the first output has it. `num_cached_tokens` of the prompt (for n >
@@ -188,6 +188,6 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The `beam_width` best sequences for one prompt, best first."""
+    """Holds the `beam_width` best sequences for one prompt, best first."""
 
     sequences: list[BeamSearchSequence]

@@ -179,25 +179,25 @@ class Request:
 
     @property
     def num_new(self) -> int:
-        """Tokens generated and read so far."""
+        """Counts the tokens generated and read so far."""
         return len(self.tokens) - self.prompt_len
 
     @property
     def num_coming(self) -> int:
-        """Tokens that are sampled but not read."""
+        """Counts the tokens that are sampled but not read."""
         return self.num_tokens - len(self.tokens)
 
     @property
     def num_known(self) -> int:
-        """Tokens that are in the KV state and have been read. The newest one read may be an end
-        that is not stored.
+        """Counts the tokens that are in the KV state and have been read. The newest one read may be
+        an end that is not stored.
         """
         return min(self.hold.num_stored, len(self.tokens) - 1)
 
     @property
     def num_pending(self) -> int:
-        """Tokens that are not in the KV state yet: 1 when decoding, more during prefill, 0 of a
-        beam that waits.
+        """Counts the tokens that are not in the KV state yet: 1 when decoding, more during prefill,
+        0 of a beam that waits.
         """
         return self.num_tokens - self.hold.num_stored
 
@@ -215,7 +215,7 @@ class Request:
 
     @property
     def num_left(self) -> int:
-        """Tokens that it may still generate, beyond those that are coming."""
+        """Counts the tokens that it may still generate, beyond those that are coming."""
         return self.max_len - self.num_tokens
 
     @property

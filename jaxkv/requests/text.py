@@ -46,8 +46,8 @@ def whole_suffix(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) 
 
 
 class TextStream:
-    """The text of a growing sequence of tokens, complete characters only, up to the first stop
-    string.
+    """Makes the text of a growing sequence of tokens, complete characters only, up to the first
+    stop string.
 
     `decode` maps token ids to text. Appending is cheap at any length: only the last few tokens are
     decoded again, because a tokenizer may need its left neighbour to place a space or to finish a

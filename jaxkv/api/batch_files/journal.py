@@ -101,7 +101,7 @@ class Rows:
 
 
 class RowFile(Rows):
-    """The output file: which lines have their row, and whole rows appended to it. Made by
+    """Keeps the output file: which lines have their row, and whole rows appended to it. Made by
     `open_output`.
 
     Raises: ValueError if it holds a whole line that is no row, or an end that is not the beginning

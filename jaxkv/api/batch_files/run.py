@@ -177,8 +177,8 @@ def _whole(output: RequestOutput) -> RequestOutput | ValueError:
 
 
 class _Requests:
-    """The lines without a row as requests for `LLM.as_completed`; a bad line gets its error row on
-    the way.
+    """Gives the lines without a row as requests for `LLM.as_completed`; a bad line gets its error
+    row on the way.
 
     `taken` has the job of each request by its index.
     """
