@@ -127,7 +127,7 @@ class Intake:
         """Reads the adapters of prompts before anybody's turn is taken for them. Raises: ValueError
         naming every bad index.
         """
-        return _of_each_prompt([partial(self.adapter_of, request) for request in requests])
+        return _of_each("prompt", [partial(self.adapter_of, request) for request in requests])
 
     def accept_searches(
         self,
@@ -183,7 +183,7 @@ class Intake:
 
         with self._lock:
             asked = zip(prompts, params, strict=True)
-            return _of_each_prompt([partial(render, *one) for one in asked])
+            return _of_each("prompt", [partial(render, *one) for one in asked])
 
     def _pooled(self, prompt: Prompt | Pair, params: PoolingParams) -> Prompt:
         """Returns a prompt with as many tokens as are taken (-1: as the model takes), two texts as
@@ -242,7 +242,7 @@ class Intake:
         adapters = self._read(loras)
         with self._lock:
             each = enumerate(zip(makers, adapters, strict=True), self._num_submitted)
-            made = _of_each_prompt([partial(make, number, own) for number, (make, own) in each])
+            made = _of_each("prompt", [partial(make, number, own) for number, (make, own) in each])
             self._num_submitted += len(made)
         return [replace(one, lora_request=lora) for one, lora in zip(made, loras, strict=True)]
 
@@ -275,17 +275,13 @@ class Intake:
         """
         chats = Chats(self._model.tokenizer, extra, options, content_format)
         encode = partial(self._encode_any if any_length else self._encode, add_special_tokens=False)
-        prompts: list[dict[str, Any]] = []
-        problems = []
-        for index, messages in enumerate(conversations):
-            try:
-                with self._lock:
-                    prompts.append(chats.render(messages, encode))
-            except RefusedChatError as error:
-                problems.append(f"conversation {index}: {error}")
-        if problems:
-            raise ValueError("\n".join(problems))
-        return prompts
+
+        def rendered(messages: Any) -> dict[str, Any]:
+            with self._lock:
+                return chats.render(messages, encode)
+
+        calls = [partial(rendered, messages) for messages in conversations]
+        return _of_each("conversation", calls, RefusedChatError)
 
     def page_keys(
         self, tokens: Sequence[int], salt: str, adapter: Adapter | None
@@ -722,15 +718,19 @@ class Intake:
         )
 
 
-def _of_each_prompt(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Returns what the calls for each prompt return. Raises: ValueError naming every bad index."""
+def _of_each(
+    what: str, calls: Sequence[Callable[[], T]], refusal: type[ValueError] = ValueError
+) -> list[T]:
+    """Returns what the calls for each prompt or conversation return. Raises: ValueError naming
+    every index that is refused.
+    """
     made: list[T] = []
     problems = []
     for index, call in enumerate(calls):
         try:
             made.append(call())
-        except ValueError as error:
-            problems.append(f"prompt {index}: {error}")
+        except refusal as error:
+            problems.append(f"{what} {index}: {error}")
     if problems:
         raise ValueError("\n".join(problems))
     return made

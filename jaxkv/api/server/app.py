@@ -9,7 +9,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -338,17 +338,17 @@ def _check_whole(output: CompletionOutput) -> None:
         raise Refusal(503, "the server is shutting down")
 
 
+@dataclass(frozen=True, eq=False)
 class _Generate:
     """Is the application behind one of the two routes that generate."""
 
-    def __init__(self, app: App, url: str) -> None:
-        self._app = app
-        self._url = url
+    app: App
+    url: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
+        app = self.app
         app.gate.check()
-        asked = await app.read(Request(scope, receive), self._url)
+        asked = await app.read(Request(scope, receive), self.url)
         if asked.stream:
             await while_connected(receive, self._stream(app.events(asked), send))
         else:
@@ -375,22 +375,22 @@ class _Generate:
         else:
             LOG.error("a stream failed: %r", caught.error)
             if isinstance(caught.error, EngineDeadError):
-                self._app.on_death()
+                self.app.on_death()
             await _send_event(send, json.dumps(as_refusal(caught.error).body))
         await send({"type": "http.response.body", "body": b""})
 
 
+@dataclass(frozen=True, eq=False)
 class _Pool:
     """Is the application behind a route of vectors or scores."""
 
-    def __init__(self, app: App, url: str) -> None:
-        self._app = app
-        self._url = url
+    app: App
+    url: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
+        app = self.app
         app.gate.check()
-        asked = await app.read_pooling(Request(scope, receive), self._url)
+        asked = await app.read_pooling(Request(scope, receive), self.url)
         answer = await while_connected(receive, app.pool(asked))
         await answer(scope, receive, send)
 
