@@ -242,7 +242,7 @@ def _add_serve(commands: Any) -> None:
     )
     serve.set_defaults(run=_serve)
     _add_engine_options(serve, "serve")
-    for names, settings in flags("serve", ServeOptions).values():
+    for names, settings in flags(None, ServeOptions).values():
         serve.add_argument(*names, default=SUPPRESS, **settings)
 
 
@@ -577,7 +577,7 @@ def _serve(args: argparse.Namespace) -> int:
                 f"model: expected it once, got {args.first!r} and --model {args.model!r}"
             )
         args.model = args.first
-    given = {name: getattr(args, name) for name in flags("serve", ServeOptions) if name in args}
+    given = {name: getattr(args, name) for name in flags(None, ServeOptions) if name in args}
     options = ServeOptions(**given)
     name = options.served_model_name or _model_name(args)
     _lora_modules(args, options.lora_modules or (), name)  # says what is wrong before weights load

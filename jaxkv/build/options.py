@@ -493,17 +493,17 @@ def describe_options() -> str:
 
 
 def flags(
-    command: str, options: type = EngineOptions
+    command: str | None, options: type = EngineOptions
 ) -> dict[str, tuple[list[str], dict[str, Any]]]:
     """Returns, by option, the names and the settings that `argparse` takes for each flag of a
-    command. A flag that is not given is left out of what is parsed: defaults are those of
-    `options`, a dataclass of `option`s.
+    command (None: for all options). A flag that is not given is left out of what is parsed:
+    defaults are those of `options`, a dataclass of `option`s.
     """
     hints = get_type_hints(options)
     found = {}
     for one in fields(options):
         about: About = one.metadata["about"]
-        if command in about.commands:
+        if command is None or command in about.commands:
             names = [flag_name(one.name), *about.aliases]
             found[one.name] = (names, flag_settings(hints[one.name], about.doc, one.default))
     return found

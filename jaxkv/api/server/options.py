@@ -13,8 +13,6 @@ from typing import Any
 from jaxkv.build.options import IS_SIZE, IS_TEXT, IS_TEXT_OR_NONE, Check, option
 from jaxkv.config import is_int
 
-SERVE = ("serve",)
-
 KEY_VARIABLE = "JAXKV_API_KEY"
 
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
@@ -69,68 +67,56 @@ class ServeOptions:
         "127.0.0.1",
         "address to listen at; 0.0.0.0 is all of this machine's",
         check=IS_TEXT,
-        commands=SERVE,
     )
-    port: int = option(
-        8000, "port to listen at; 0 takes one that is free", check=IS_PORT, commands=SERVE
-    )
+    port: int = option(8000, "port to listen at; 0 takes one that is free", check=IS_PORT)
     api_key: Sequence[str] | None = option(
         None,
         f"keys, one of which every request must bring (default: {KEY_VARIABLE} of the environment, "
         "which other users of this machine cannot see; without either, everybody is answered)",
         check=IS_KEYS,
-        commands=SERVE,
     )
     served_model_name: str | None = option(
         None,
         "name of the model in requests and answers (default: MODEL as given)",
         check=IS_TEXT_OR_NONE,
-        commands=SERVE,
     )
     lora_modules: Sequence[str] | None = option(
         None,
         "adapters that requests may name as their model, with --enable-lora: NAME=PATH, or JSON: "
         '{"name": "sql", "path": "path/to/adapter"}',
         check=IS_TEXTS,
-        commands=SERVE,
     )
     lora_dir: str | None = option(
         None,
         "directory whose adapters clients may load and unload, with --enable-lora and a key",
         check=IS_TEXT_OR_NONE,
-        commands=SERVE,
     )
     allowed_origins: Sequence[str] | None = option(
         None,
         "origins whose pages may ask from a browser, such as https://chat.example.com, or * for "
         "all (default: none)",
         check=IS_ORIGINS,
-        commands=SERVE,
     )
     max_concurrent_sequences: int = option(
         256,
         "sequences (prompts times n) that run or wait at once; requests beyond are answered 429",
         check=IS_SIZE,
-        commands=SERVE,
     )
     max_body_bytes: int = option(
         2**24,
         "largest body of a request; 8 times as much is held for all requests that come in",
         check=IS_SIZE,
-        commands=SERVE,
     )
     send_timeout_s: float = option(
         60.0,
         "seconds that a client may leave what it was sent unread before its request is ended, and "
         "that sending a request may take",
         check=IS_SOME_SECONDS,
-        commands=SERVE,
     )
     drain_s: float = option(
         30.0,
         "seconds that requests have to end in after SIGTERM",
         check=IS_SECONDS,
-        commands=SERVE,
     )
 
     @property
