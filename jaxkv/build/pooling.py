@@ -23,6 +23,9 @@ from jaxkv.weights.safetensors import Checkpoint
 MODULES = "modules.json"
 TRANSFORMER = "sentence_bert_config.json"
 CLASSIFIER = "ForSequenceClassification"
+HEADS = ("score.weight", "score.bias", "lm_head.weight")
+"""Tensors that a classifier's head may be made of."""
+
 MAX_BYTES = 1_000_000
 MAX_MODULES = 16
 
@@ -105,7 +108,7 @@ class Pooling:
         if not self.labels:
             return replace(self, dense=tuple(dense))
         with Checkpoint.open(directory) as checkpoint:
-            arrays = {name: checkpoint.read(name) for name in checkpoint.names if _is_head(name)}
+            arrays = {name: checkpoint.read(name) for name in checkpoint.names if name in HEADS}
             if self.yes_no is not None and "lm_head.weight" not in arrays:
                 names = (layout.top["embed"].source, "embed_tokens.weight")
                 found = [name for name in names if name in checkpoint.entries]
@@ -218,10 +221,6 @@ def pooling_layout(layout: Layout) -> Layout:
 def _heads(layout: Layout) -> set[str]:
     """Returns the leaves that are there for logits alone."""
     return {name for name in layout.top if name.startswith("head")}
-
-
-def _is_head(name: str) -> bool:
-    return name in ("score.weight", "score.bias", "lm_head.weight")
 
 
 def _token_ids(config: ConfigReader, given: Any, tokenizer: Any | None) -> tuple[int, int]:

@@ -227,7 +227,9 @@ class RowTables:
             for row in watched:
                 self._set_mask(changed["allowed_BM"], row, requests[row])
         if penalised := np.flatnonzero(self._penalises_R[rows]).tolist():
-            changed["history_BN"] = self._histories(requests, penalised, num_rows)
+            changed["history_BN"] = np.full((num_rows, self.max_len), NO_TOKEN, np.int32)
+            for row in penalised:
+                changed["history_BN"][row, : len(requests[row].tokens)] = requests[row].tokens
         return replace(sampling, **changed) if changed else sampling
 
     def _parameters(self, row_B: np.ndarray) -> Sampling:
@@ -246,12 +248,6 @@ class RowTables:
             sent = {name: getattr(table, name)[rows] for name in PARAMETERS - unused}
             self._same = key, replace(self._empty_for(len(row_B)), **sent)
         return self._same[1]
-
-    def _histories(self, requests: list[Request], penalised: list[int], num_rows: int) -> Any:
-        history_BN = np.full((num_rows, self.max_len), NO_TOKEN, np.int32)
-        for row in penalised:
-            history_BN[row, : len(requests[row].tokens)] = requests[row].tokens
-        return history_BN
 
     def _empty_for(self, num_rows: int) -> Sampling:
         """Returns parameters of rows that want nothing, the wide ones on the device."""

@@ -256,7 +256,8 @@ class Scheduler:
         # forever.
         if not self.waiting or not self._free_rows:
             return
-        owed, owed_low = self._owed_pages(), self._owed_low_pages()
+        owed = self._owed_pages()
+        owed_low = sum(self._low_pages_to_come(request) for request in self.bounded)
         while self.waiting and self._free_rows:
             request = self.waiting[0]
             if request.num_coming:
@@ -317,12 +318,10 @@ class Scheduler:
         left = (self.config.held_pages(num + num_pages, window) - num for num, window in held)
         return sum(max(0, num) for num in left)
 
-    def _owed_low_pages(self) -> int:
-        """Counts the pages that are still to be demoted of running requests."""
-        return sum(self._low_pages_to_come(request) for request in self.bounded)
-
     def _low_pages_to_come(self, request: Request) -> int:
-        """Counts those of all its tokens: as long as it runs it gives none of them back."""
+        """Counts the pages that are still to be demoted, those of all its tokens: as long as it
+        runs it gives none of them back.
+        """
         retention, kept = request.hold.retention, request.hold.kept
         if retention is None or kept is None:
             return 0
@@ -386,7 +385,7 @@ class Scheduler:
                 self._expect(request, count, coming)
                 work.append((request, count))
                 budget -= count
-        work = self._reserve_all(sorted(work, key=_order_of_work))
+        work = self._reserve_all(sorted(work, key=lambda item: item[0].order))
         if not work:
             return None
         # A prompt's last token alone is a decode row too.
@@ -631,10 +630,6 @@ class Scheduler:
 
 def _order(request: Request) -> tuple[int, int]:
     return request.order
-
-
-def _order_of_work(item: tuple[Request, int]) -> tuple[int, int]:
-    return item[0].order
 
 
 def _num_stored(item: tuple[Request, int]) -> int:

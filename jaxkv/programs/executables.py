@@ -116,7 +116,7 @@ class ProgramFiles:
         native.make_all()  # it may call any of it
         try:
             executable = self.devices[0].client.deserialize_executable(
-                bytes(body[8 + size :]), executable_devices=self._device_list
+                bytes(body[8 + size :]), executable_devices=xla_client.DeviceList(self.devices)
             )
         except jax.errors.JaxRuntimeError:
             return None
@@ -147,10 +147,6 @@ class ProgramFiles:
             )
             return False
         return True
-
-    @property
-    def _device_list(self) -> Any:
-        return xla_client.DeviceList(self.devices)
 
     def _path(self, key: str) -> Path:
         return self.folder / (hashlib.sha256(key.encode()).hexdigest() + SUFFIX)
