@@ -339,7 +339,8 @@ class LLM(PoolingCalls):
         """Returns when all programs are compiled: nothing compiles after that. For those who
         measure; requests wait for the programs that they need only.
 
-        Raises: CapacityError if the programs do not fit, and what else compiling one has raised.
+        Raises: CapacityError if the programs do not fit, EngineDeadError where a shutdown comes
+        before, and what else compiling one has raised.
         """
         self._front.check_alive()
         for part, engine in zip(self._parts, self._engines, strict=True):

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jax.stages import Compiled
 
 from jaxkv.config import EngineConfig
-from jaxkv.errors import CapacityError, Catch
+from jaxkv.errors import CapacityError, Catch, EngineDeadError
 from jaxkv.kv.policies import get_policy
 from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models.decoder import body_of, head_of
@@ -133,6 +133,7 @@ class Programs:
         """What the background could not compile, and why."""
         self._counting = Lock()
         self._background: Background | None = None
+        self._is_stopped = False
         self._progress: Progress | None = None
         self._weights = jax.tree.map(_abstract, weights)
         self._kv = jax.tree.map(_abstract, kv)
@@ -284,7 +285,7 @@ class Programs:
     def compile_all(self) -> None:
         """Compiles what is missing; waits for the background where that is at it.
 
-        Raises: what the background has met.
+        Raises: what the background has met, EngineDeadError once they are stopped.
         """
         if self._background is not None:
             self._background.wait()
@@ -293,7 +294,8 @@ class Programs:
         self._compile_each(self._every)
 
     def stop(self) -> None:
-        """Ends compiling in the background with the program that it is at."""
+        """Ends compiling with the programs that are being compiled, whoever waits for more."""
+        self._is_stopped = True
         if self._background is not None:
             self._background.stop()
 
@@ -377,6 +379,8 @@ class Programs:
                 raise self._failed[key]
             if key in self.executables:
                 return 0.0
+            if self._is_stopped:
+                raise EngineDeadError("the engine was shut down before its programs were compiled")
             with self._at_once:
                 started = time.perf_counter()
                 self.executables[key] = self._compile(*key)

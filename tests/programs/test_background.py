@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 import weakref
 from threading import Event, Thread
 from types import FrameType, SimpleNamespace
@@ -16,7 +17,7 @@ import pytest
 from jaxkv import LLM, SamplingParams
 from jaxkv.build.blueprint import make_blueprint
 from jaxkv.build.options import EngineOptions
-from jaxkv.errors import CapacityError
+from jaxkv.errors import CapacityError, EngineDeadError
 from jaxkv.models.families import read_config, read_family
 from jaxkv.programs.background import Background, likely_first
 from jaxkv.programs.compiled import KINDS, Programs
@@ -194,6 +195,32 @@ def test_what_fails_raises_where_it_is_used_and_nowhere_else(programs, compiler)
     with pytest.raises(CapacityError):
         programs.compile_all()
     assert compiler.begun.count(FIRST) == 1
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_who_waits_for_all_is_told_when_no_more_are_made(programs, compiler, is_behind):
+    compiler.waits = {key: Event() for key in programs._every}
+    told = []
+
+    def wait() -> None:
+        with pytest.raises(EngineDeadError, match="shut down before") as e:
+            programs.compile_all()
+        told.append(e.value)
+
+    if is_behind:
+        programs.compile_in_background()
+    waiting, stopping = Thread(target=wait), Thread(target=programs.stop)
+    waiting.start()
+    assert compiler.arrived.wait(30)
+    stopping.start()
+    while not programs._is_stopped or (is_behind and not programs._background._stopping.is_set()):
+        time.sleep(0.001)
+    for may_end in compiler.waits.values():
+        may_end.set()
+    waiting.join(30)
+    stopping.join(30)
+    assert len(told) == 1
+    assert len(compiler.begun) <= 2  # so many at a time
 
 
 def test_an_engine_that_is_gone_has_no_more_compiled(programs, compiler):
