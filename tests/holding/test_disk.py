@@ -52,7 +52,8 @@ def read(pages: DiskPages, *numbers: int) -> list[int]:
 
 def put(pages: DiskPages, *numbers: int) -> None:
     for number in numbers:
-        pages.put(key_of(number), page_of(key_of(number)))
+        if pages.wants(key := key_of(number)):
+            pages.put(key, page_of(key))
 
 
 def reopened(pages: DiskPages, most_bytes: int = ROOM) -> DiskPages:
