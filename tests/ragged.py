@@ -5,6 +5,7 @@ says of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -143,43 +144,44 @@ def sinks_of(shape: Shape) -> np.ndarray | None:
     return np.linspace(-1, 2, shape.num_heads).astype(np.float32) if shape.sinks else None
 
 
+@partial(jax.jit, static_argnames=("shape", "num_pages"))
+def _expected(shape, num_pages, q_TNH, k_TKH, v_TKH, pages, dest_T, tables, row_T, position_T):
+    pages = reference.write_pages(pages, k_TKH, v_TKH, dest_T, layer=LAYER, num_pages=num_pages)
+    out, _ = reference.ragged_paged_attention(
+        q_TNH,
+        pages,
+        *tables,
+        row_T,
+        position_T,
+        layer=LAYER,
+        num_pages=num_pages,
+        scale=shape.head_dim**-0.5,
+        window=shape.window,
+        softcap=shape.softcap,
+        sinks_N=sinks_of(shape),
+    )
+    return out, pages
+
+
 def expected(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """Returns (out, pages) in float64, from the same rounded inputs."""
-    shape, arrays, num_pages = case.shape, case.arrays, len(case.held)
-    tables = tuple(arrays[name] for name in ("table_BW", "first_BW", "len_B"))
-
-    @jax.jit
-    def attend(q_TNH, k_TKH, v_TKH, pages):
-        pages = reference.write_pages(
-            pages, k_TKH, v_TKH, case.dest_T, layer=LAYER, num_pages=num_pages
-        )
-        out, _ = reference.ragged_paged_attention(
-            q_TNH,
-            pages,
-            *map(jnp.asarray, tables),
-            jnp.asarray(case.row_T),
-            jnp.asarray(case.position_T),
-            layer=LAYER,
-            num_pages=num_pages,
-            scale=shape.head_dim**-0.5,
-            window=shape.window,
-            softcap=shape.softcap,
-            sinks_N=sinks_of(shape),
-        )
-        return out, pages
-
+    arrays = case.arrays
     inputs = (*(arrays[name] for name in ("q_TNH", "k_TKH", "v_TKH")), case.pages)
+    tables = tuple(arrays[name] for name in ("table_BW", "first_BW", "len_B"))
+    data = case.dest_T, tables, case.row_T, case.position_T
     with jax.enable_x64(True):
-        out, pages = attend(*(np.asarray(x, np.float64) for x in inputs))
+        inputs = (np.asarray(x, np.float64) for x in inputs)
+        out, pages = _expected(case.shape, len(case.held), *inputs, *data)
         return np.asarray(out), np.asarray(pages)
+
+
+_write = jax.jit(partial(reference.write_pages, layer=LAYER), static_argnames="num_pages")
 
 
 def written(case: Case) -> jax.Array:
     """The pages with the step's keys and values."""
-    new = (jnp.asarray(case.arrays[name]) for name in ("k_TKH", "v_TKH"))
-    return reference.write_pages(
-        jnp.asarray(case.pages), *new, case.dest_T, layer=LAYER, num_pages=len(case.held)
-    )
+    new = (case.arrays[name] for name in ("k_TKH", "v_TKH"))
+    return _write(case.pages, *new, case.dest_T, num_pages=len(case.held))
 
 
 def quantise(x: np.ndarray, num_bits: int) -> Quantised:
