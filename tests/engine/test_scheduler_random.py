@@ -11,6 +11,7 @@ import zlib
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from jaxkv.requests.beam import BeamSearch
 from jaxkv.requests.intake import link
 from jaxkv.requests.request import Draw, Request
 from jaxkv.weights.adapters import Adapter
+from tiers import some
 from tiny import ENGINE
 
 PARAMS = SamplingParams()
@@ -515,14 +517,20 @@ ENGINES = {
 }
 
 
+def crossed(configs: dict[str, Any], often: float, seldom: float, *names: str) -> list:
+    """Pairs of names and how many requests search: `seldom` is slow but for these names."""
+    cases = [(name, searches) for searches in (often, seldom) for name in configs]
+    return some(cases, *cases[: len(configs)], *((name, seldom) for name in names))
+
+
 @pytest.mark.parametrize("config", ENGINES.values(), ids=ENGINES)
 def test_every_request_gets_what_it_gets_alone_and_leaves_nothing(config):
     check(Traffic(config, seed=1), num_steps=500)
 
 
-@pytest.mark.parametrize("config", ENGINES.values(), ids=ENGINES)
-@pytest.mark.parametrize("searches", [0.4, 1.0])
-def test_searches_among_others_find_what_they_find_alone(config, searches):
+@pytest.mark.parametrize(("name", "searches"), crossed(ENGINES, 0.4, 1.0, "plain", "tight pool"))
+def test_searches_among_others_find_what_they_find_alone(name, searches):
+    config = ENGINES[name]
     traffic = Traffic(config, seed=4, searches=searches)
     check(traffic, num_steps=500)
     assert sum(request.search is not None for request in traffic.finished) > 20
@@ -536,12 +544,12 @@ FORGETFUL = {
 }
 
 
-@pytest.mark.parametrize("config", FORGETFUL.values(), ids=FORGETFUL)
-@pytest.mark.parametrize("searches", [0.0, 0.3])
-def test_requests_that_forget_disturb_nobody_and_hold_what_is_theirs(config, searches):
+@pytest.mark.parametrize(("name", "searches"), crossed(FORGETFUL, 0.3, 0.0, "plain"))
+def test_requests_that_forget_disturb_nobody_and_hold_what_is_theirs(name, searches):
     """Next tokens follow from the state of the last one alone, so they are the same however much is
     forgotten.
     """
+    config = FORGETFUL[name]
     traffic = Traffic(config, seed=6, searches=searches, budgets=0.6)
     check(traffic, num_steps=500)
     one = traffic.scheduler
@@ -562,9 +570,11 @@ WINDOWED = {
 }
 
 
-@pytest.mark.parametrize("config", WINDOWED.values(), ids=WINDOWED)
-@pytest.mark.parametrize("searches", [0.0, 0.3])
-def test_pages_behind_the_window_go_and_nobody_misses_them(config, searches):
+@pytest.mark.parametrize(
+    ("name", "searches"), crossed(WINDOWED, 0.3, 0.0, "plain", "four tables, tight pool")
+)
+def test_pages_behind_the_window_go_and_nobody_misses_them(name, searches):
+    config = WINDOWED[name]
     traffic = Traffic(config, seed=8, searches=searches)
     check(traffic, num_steps=500)
     if config.max_len > config.table_width * config.block_size:
@@ -594,10 +604,9 @@ ADAPTED = {
 }
 
 
-@pytest.mark.parametrize("config", ADAPTED.values(), ids=ADAPTED)
-@pytest.mark.parametrize("searches", [0.0, 0.5])
-def test_adapters_take_turns_in_few_places_and_nobody_waits_for_ever(config, searches):
-    traffic = Traffic(config, seed=11, searches=searches)
+@pytest.mark.parametrize(("name", "searches"), crossed(ADAPTED, 0.5, 0.0, "one place"))
+def test_adapters_take_turns_in_few_places_and_nobody_waits_for_ever(name, searches):
+    traffic = Traffic(ADAPTED[name], seed=11, searches=searches)
     check(traffic, num_steps=1000)
     assert traffic.scheduler.adapters.num_loads > 50
 
