@@ -20,7 +20,7 @@ from tiers import some
 from tiny import SMALL, make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 PAGE = SMALL["block_size"]
 VOCAB = 151
@@ -206,8 +206,8 @@ def test_the_text_leaves_the_end_token_out_unless_asked(tmp_path, compile_once):
 
 def test_nothing_at_the_context_end_is_lost(make):
     """A search that max_model_len ends is one with so many max_tokens."""
-    llm = make(max_model_len=40)
-    (prompt,) = prompts_of((30,))
+    llm = make()
+    (prompt,) = prompts_of((SMALL["max_model_len"] - 10,))
     ended, asked = (
         llm.beam_search(prompt, BeamSearchParams(beam_width=3, max_tokens=n)) for n in (50, 10)
     )
