@@ -26,7 +26,7 @@ from jaxkv.testing import engine_of
 from tiers import some
 from tiny import SMALL, make_checkpoint, tiny_config
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0)
 IDS = np.random.default_rng(3).integers(3, 150, 70).tolist()
