@@ -128,6 +128,22 @@ def quick_compile() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture
+def as_users(quick_compile, own) -> Iterator[None]:
+    """Compiles for a test of bits as users do, in a module of `quick_compile`."""
+
+    def forget() -> None:
+        COMPILED.clear()
+        own.cache_clear()
+        jax.clear_caches()
+
+    forget()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    forget()
+
+
 @pytest.fixture(scope="module")
 def one_loop() -> Iterator[None]:
     """Engines have one decode loop, for all of their rows, where users' have one for few rows too:

@@ -24,6 +24,8 @@ from poison import poisoned
 from tiers import some
 from tiny import make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
 QUANTISED = some((name for name in CODECS if name not in ("bfloat16", "float32")), "int4")
 
@@ -100,6 +102,7 @@ def stored(llm: LLM, prompt: dict, chunk: int, number: int = 0) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.parametrize("codec", QUANTISED)
 def test_chunks_change_no_byte_of_what_is_stored(directory, codec):
     (prompt,) = prompts(75)
@@ -112,6 +115,7 @@ def test_chunks_change_no_byte_of_what_is_stored(directory, codec):
     assert len(np.unique(found[0])) > 8
 
 
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.parametrize("codec", QUANTISED)
 def test_a_hit_is_a_miss_and_samples_and_neighbours_change_nothing(directory, codec):
     asked = prompts(40, 9, 33, 64)
@@ -126,6 +130,7 @@ def test_a_hit_is_a_miss_and_samples_and_neighbours_change_nothing(directory, co
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.parametrize("codec", QUANTISED)
 def test_preemption_and_beams_change_nothing(directory, codec):
     asked, long = prompts(30, 31, 29), replace(GREEDY, max_tokens=40)

@@ -26,6 +26,8 @@ from jaxkv.kv.codecs.parts import (
 )
 from tiers import some
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 QUANTISED = [name for name in CODECS if name not in ("bfloat16", "float32")]
 make = partial(get_codec, platform="cpu", dtype="float32")
 
@@ -71,6 +73,7 @@ def test_bytes_against_bfloat16(name, of_64, of_128):
         assert bits_per_value(make(name), head_dim) == 8 * nbytes / (10 * head_dim)
 
 
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.parametrize("name", some(QUANTISED, "int8", "int4", "fp8_e4m3", "turboquant2.5"))
 def test_a_vector_gives_the_same_bytes_whatever_is_beside_it(name):
     codec, x = make(name), vectors(130, 64)
