@@ -22,6 +22,8 @@ from tiny import make_checkpoint
 
 __all__ = ["torch"]
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 VOCAB, SIZE = 151, 8
 PREFIX, NEW = 21, 6
 TOLERANCE = 5e-6

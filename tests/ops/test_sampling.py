@@ -27,6 +27,8 @@ from jaxkv.ops.sampling import (
 )
 from jaxkv.programs.inputs import empty_sampling
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 V = 48
 WIDE = 1000
 """The largest vocabulary here: masks are made for it and cut."""

@@ -19,6 +19,9 @@ from jaxkv.programs import selftest
 from jaxkv.programs.selftest import Case, make_rows, try_case
 from kernels_pallas.tpu import Tiles, checks
 
+# What runs is the interpreter.
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 TILES = Tiles(decode_pages=2, decode_heads=1, prefill_pages=2, prefill_queries=16)
 BACKEND = PallasTpu(interpret=pltpu.InterpretParams(), tiles=TILES)
 CASE = Case(

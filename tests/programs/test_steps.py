@@ -37,6 +37,8 @@ from jaxkv.weights.load import load_weights
 from poison import owned_slots, poison_kv
 from tiny import make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 NUM_ROWS, NUM_TOKENS, WIDTH = 4, 64, 8
 NUM_PAGES, SIZE, TABLE = 24, 8, 6
 VOCAB = 151
