@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jaxkv import LLM
+from jaxkv.programs.compiled import Programs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -58,7 +59,13 @@ def checkout() -> None:
         pytest.skip("the documentation is in the checkout only")
 
 
-@pytest.mark.usefixtures("checkout")
+@pytest.fixture
+def only_what_runs(monkeypatch) -> None:
+    """Programs that no block runs are not compiled."""
+    monkeypatch.setattr(Programs, "compile_in_background", lambda self: None)
+
+
+@pytest.mark.usefixtures("checkout", "only_what_runs")
 @pytest.mark.parametrize(("page", "num_blocks", "num_said"), PAGES)
 def test_the_blocks_of_a_page_run_and_print_what_they_say(
     page, num_blocks, num_said, capsys, monkeypatch, tmp_path
