@@ -333,7 +333,10 @@ def with_index_key(rng: np.random.Generator) -> tuple[Case, Place]:
     return case, case._replace(store=one).at(1)
 
 
-@pytest.mark.parametrize(("pool", "num_chosen"), [(8, 24), (1, 20), (128, 1024)])
+POOLS = [(8, 24), (1, 20), (128, 1024)]
+
+
+@pytest.mark.parametrize(("pool", "num_chosen"), some(POOLS, *POOLS[::2]))
 def test_pools_chosen_by_their_mean_are_those_of_all_scores_at_once(pool, num_chosen):
     """In decode rows and chunks, of rows with more keys than are chosen and with fewer."""
     rng = np.random.default_rng(0)
@@ -355,7 +358,10 @@ def test_pools_chosen_by_their_mean_are_those_of_all_scores_at_once(pool, num_ch
     assert (num_chosen == 1024) == np.allclose(every[real_T], want[real_T], atol=1e-4)
 
 
-@pytest.mark.parametrize(("pool", "num_chosen"), [(128, 2), (8, 3), (128, 9)])
+BLOCKS = [(128, 2), (8, 3), (128, 9)]
+
+
+@pytest.mark.parametrize(("pool", "num_chosen"), some(BLOCKS, *BLOCKS[1:]))
 def test_chosen_blocks_are_those_of_all_scores_at_once(pool, num_chosen):
     """Of pages that decode rows alone read where blocks are as large as those of a sweep, and of
     masks; each KV head has its own.
