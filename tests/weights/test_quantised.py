@@ -42,7 +42,7 @@ from quantised import (
 from tiers import some
 from tiny import SMALL, make_checkpoint, tiny_config
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 MATRICES = {"q", "k", "v", "o", "gate", "up", "down"}
 STAY = {"fp8": {"down"}, "gptq-act-order": set()}
