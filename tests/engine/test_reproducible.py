@@ -42,6 +42,8 @@ SHAPES = {
     },
 }
 COMMON = {"num_hidden_layers": 2, "vocab_size": 1000, "max_position_embeddings": 512}
+LIMITS = {"max_num_seqs": 16, "max_num_batched_tokens": 512}
+"""Few sizes of steps and loops to compile."""
 CASES = ["256-bfloat16", "64-float32", "256-float32", "576-float32", "576-bfloat16", "768-bfloat16"]
 
 Bits = list[list[tuple[int, float]]]
@@ -56,7 +58,8 @@ def new_llm(request, tmp_path_factory):
     def new(**options: object) -> LLM:
         # Where nothing is rounded to bfloat16, both ways are the same.
         options = {"deterministic": dtype == "bfloat16", "enable_prefix_caching": False} | options
-        return LLM(path, skip_tokenizer_init=True, lazy_compile=True, dtype=dtype, **options)
+        limits = LIMITS | {"skip_tokenizer_init": True, "lazy_compile": True, "dtype": dtype}
+        return LLM(path, **limits | options)
 
     return new
 
@@ -101,7 +104,7 @@ def test_neighbours_change_nothing(llm, alone, num_neighbours):
     assert answers(llm, OTHERS[:num_neighbours] + OURS)[num_neighbours:] == alone
 
 
-@pytest.mark.parametrize("max_num_seqs", some([1, 5, 16]))
+@pytest.mark.parametrize("max_num_seqs", some([1, 5, 64]))
 def test_the_number_of_rows_changes_nothing(new_llm, alone, max_num_seqs):
     assert answers(new_llm(max_num_seqs=max_num_seqs), OURS) == alone
 
@@ -215,7 +218,7 @@ def test_neighbours_change_nothing_of_states_and_experts(tmp_path, family):
     config = families.text_config(family) | {"vocab_size": 1000} | FAMILIES[family]
     path = make_checkpoint(tmp_path, config, dtype="float32")
     options = {"skip_tokenizer_init": True, "lazy_compile": True, "enable_prefix_caching": False}
-    llm = LLM(path, dtype="float32", max_model_len=256, max_num_batched_tokens=512, **options)
+    llm = LLM(path, dtype="float32", max_model_len=256, **LIMITS, **options)
     ours = prompts(5, 9, 17)
     expected = [answers(llm, [ids])[0] for ids in ours]
     for num_neighbours in (1, 12):
