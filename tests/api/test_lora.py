@@ -20,7 +20,7 @@ from jaxkv import LLM, AsyncLLM, CheckpointError, LoRARequest, SamplingParams, S
 from jaxkv.testing import engine_of, intake_of
 from tiny import SMALL
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=5)
 SCORED = replace(GREEDY, prompt_logprobs=2)

@@ -24,7 +24,7 @@ from jaxkv.testing import engine_of
 from jaxkv.weights.adapters import CONFIG, TENSORS, Adapter
 from tiny import SMALL
 
-pytestmark = pytest.mark.usefixtures("quick_compile", "compile_once")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop", "compile_once")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=3)
 AMONG_FOUR = replace(GREEDY, max_tokens=24, allowed_token_ids=[5, 6, 7, 8])

@@ -43,7 +43,7 @@ LINES = [
     {"id": "too long", "prompt": "The end" * 200},
     {"id": None, "prompt": "The end"},
 ]
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from jaxkv.testing import engine_of
 from poison import poisoned
 from tiny import SMALL, make_checkpoint, tiny_config
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 PAGE = SMALL["block_size"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

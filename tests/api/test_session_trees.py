@@ -20,7 +20,7 @@ from jaxkv.testing import engine_of
 from poison import poisoned
 from tiny import SMALL, make_checkpoint, tiny_config
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 LONG = (pytest.mark.slow, pytest.mark.timeout(1800))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -15,7 +15,7 @@ from jaxkv.testing import engine_of, intake_of
 from poison import poisoned
 from tiny import SMALL, make_checkpoint, tiny_config
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 PAGE = SMALL["block_size"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

@@ -18,7 +18,7 @@ from jaxkv.engine.plan import LoopPlan, StepPlan
 from jaxkv.testing import engine_of
 
 pytest.importorskip("llguidance")
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 OPTIONS = {
     "max_num_seqs": 8,

@@ -19,7 +19,7 @@ from jaxkv.engine.handover import Handover
 from jaxkv.testing import engine_of, front_of, model_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 RNG = np.random.default_rng(0)

@@ -31,7 +31,7 @@ from jaxkv.requests.request import Submission
 from jaxkv.testing import engine_of, intake_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 LENGTHS = (1, 5, 40, 77, 64, 110, 33, 8, 9, 90)
 """Of prompts, in pages of 8 tokens; a step has at most 32."""

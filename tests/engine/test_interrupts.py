@@ -18,7 +18,7 @@ from jaxkv.config import BeamSearchParams
 from jaxkv.testing import engine_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([5] * 17, [7, 8, 9], [5] * 18, [4, 3])]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=11, ignore_eos=True, detokenize=False)

@@ -21,7 +21,7 @@ from poison import poisoned
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 VOCAB, NUM_NEW, NUM_CHUNK = 420, 20, 16
 LEAD = 1e-4

@@ -22,7 +22,7 @@ from poison import poisoned
 
 __all__ = ["torch"]
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 NUM_NEW = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
