@@ -397,7 +397,7 @@ def test_without_a_policy_nothing_changes_beside_requests_that_have_one(dense):
     assert [mixed[1].token_ids, mixed[3].token_ids] == [one.token_ids for one in want]
 
 
-@pytest.mark.parametrize("policy", some(("streaming", "entropy"), "streaming"))
+@pytest.mark.parametrize("policy", some(("streaming", "entropy")))
 def test_a_pool_of_a_quarter_of_the_context_serves_it_to_the_end(dense, policy):
     llm = new_llm(dense, policy, num_gpu_blocks_override=PAGES)
     (prompt,) = prompts_of((4 * PAGES * SIZE,))

@@ -23,7 +23,14 @@ WINDOW, SIZE, CHUNK = 64, 16, 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 
 
-@pytest.fixture(scope="module", params=[(WINDOW,) * 4, (WINDOW, None, WINDOW, WINDOW)], ids=str)
+KINDS = [(WINDOW,) * 4, (WINDOW, None, WINDOW, WINDOW)]
+tables_of_their_own = pytest.mark.parametrize(
+    "dense", [pytest.param(KINDS[0], marks=pytest.mark.slow), KINDS[1]], indirect=True, ids=str
+)
+"""A table for each group of layers; one that all share is slow."""
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
 def dense(request, tmp_path_factory) -> Dense:
     """All layers with a window, which share a page table; or three of four, each with its own."""
     kinds = ["full_attention" if one is None else "sliding_attention" for one in request.param]
@@ -128,6 +135,7 @@ def test_a_hit_is_a_miss_to_the_bit_and_takes_the_window_only(dense):
     assert figures(again) == want[0]
 
 
+@tables_of_their_own
 def test_rows_that_push_each_other_out_get_what_they_get_alone(dense):
     llm = new_llm(dense, deterministic=True)
     # A row of 250 tokens needs 9 pages of a table with a window, and 16 of one without.
@@ -140,6 +148,7 @@ def test_rows_that_push_each_other_out_get_what_they_get_alone(dense):
     assert engine_of(tight).scheduler.num_preemptions > 0
 
 
+@tables_of_their_own
 def test_a_pool_has_a_page_for_each_table_of_a_row(dense):
     num_tables = 1 if None not in dense.windows else 4
     smallest = new_llm(dense, num_gpu_blocks_override=num_tables)
