@@ -21,6 +21,8 @@ from poison import poison_kv, poisoned
 
 PROMPT_LENS = (1, 5, 23, 41)
 NUM_NEW = 16
+NUM_SCORED = 8
+"""Of the greedy tokens, where logits are compared."""
 TOLERANCE, RECURRENT = 1e-4, 1e-3
 """Of the logits' standard deviation. Both sides compute in float32 and add in another order, which
 recurrent states hand on from token to token.
@@ -121,8 +123,8 @@ def logits_of(llm: LLM, sequences: list[list[int]], *, weights: Any = None) -> l
     return np.split(np.asarray(logits_TV), np.cumsum(lengths)[:-1])
 
 
-def expected_tokens(torch: Any, model: Any) -> list[list[int]]:
-    options = {"do_sample": False, "max_new_tokens": NUM_NEW, "pad_token_id": 0}
+def expected_tokens(torch: Any, model: Any, count: int) -> list[list[int]]:
+    options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
     return [
         model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts()
     ]
@@ -145,14 +147,14 @@ def assert_logits_equal(torch: Any, model: Any, llm: LLM) -> None:
     """At every position of every prompt, and of it with its greedy tokens, where each is the
     likeliest here as well.
     """
-    tokens = expected_tokens(torch, model)
+    tokens = expected_tokens(torch, model, NUM_SCORED)
     sequences = prompts() + [ids + new for ids, new in zip(prompts(), tokens, strict=True)]
     logits = logits_of(llm, sequences)
     tolerance = RECURRENT if model_of(llm).spec.states else TOLERANCE
     for ids, got in zip(sequences, logits, strict=True):
         want = reference_logits(torch, model, ids)
         np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * want.std())
-    greedy = [got[-NUM_NEW - 1 : -1].argmax(axis=1).tolist() for got in logits[len(tokens) :]]
+    greedy = [got[-NUM_SCORED - 1 : -1].argmax(axis=1).tolist() for got in logits[len(tokens) :]]
     assert greedy == tokens
 
 
@@ -162,4 +164,6 @@ def assert_generates_equal(torch: Any, model: Any, llm: LLM) -> None:
         outputs = llm.generate(
             [{"prompt_token_ids": ids} for ids in prompts()], params, use_tqdm=False
         )
-    assert [output.outputs[0].token_ids for output in outputs] == expected_tokens(torch, model)
+    assert [output.outputs[0].token_ids for output in outputs] == expected_tokens(
+        torch, model, NUM_NEW
+    )

@@ -37,7 +37,7 @@ from tiny import make_checkpoint, tiny_config
 
 __all__ = ["torch"]
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 QUICK = {
     "apertus",  # an activation with parameters
