@@ -102,7 +102,10 @@ def test_a_config_that_cannot_be_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"linear_attn_config": {"kda_layers": [0]}}, "kda_layers: expected a list of whole numbers from 1"),
+        (
+            {"linear_attn_config": {"kda_layers": [0]}},
+            "kda_layers: expected a list of whole numbers from 1",
+        ),
         ({"linear_attn_config": {"num_heads": True}}, "num_heads: expected a whole number"),
         ({"linear_attn_config": 3}, "linear_attn_config: expected an object"),
         ({"mla_use_nope": False}, "mla_use_nope: expected True"),
