@@ -8,10 +8,10 @@ many columns c, and of a row of x, x_c is about step * q_c, and
 
     y += scale * step * (sum_c q_c * (value_c + 8) - (8 + zero) * sum_c q_c)
 
-where both sums are exact. step is the power of two for which the largest |q_c| is from 2^14 to
-2^15. So x is rounded by at most 2^-15 of its largest number in the part, or twice that where this
-one is 2^15; bfloat16 rounds that number by up to 2^-9. A part of x that has an infinity or NaN
-gives NaN.
+where both sums are exact whole numbers. step is the power of two for which the largest |q_c| is
+from 2^14 to 2^15. So x is rounded by at most 2^-15 of its largest number in the part, or twice that
+where this one is 2^15; bfloat16 rounds that number by up to 2^-9. A part of x that has an infinity
+or NaN gives NaN.
 
 q [T, D / 64, 4, 16] int16 is a result beside y. Of 64 columns, 0, 4, ... 60 come first, whose
 values are in the same place of 16 bits of w, then 1, 5, ... Another result has what belongs to a

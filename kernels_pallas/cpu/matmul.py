@@ -187,9 +187,9 @@ def _multiply(f: Function, part: Part, rows: Sequence[str], output: str, y: str)
         add_totals(f, four, f.at(y, f.mul(f.add(f.mul(row, LANES), output), 4)))
 
 
-def add_totals(f: Function, totals: str, y: str) -> None:
+def add_totals(f: Function, found: str, y: str) -> None:
     """Adds totals of OUTPUTS outputs to what is there."""
-    added = f.let(f"fadd {FOUR} {f.load(FOUR, y, align=16)}, {totals}")
+    added = f.let(f"fadd {FOUR} {f.load(FOUR, y, align=16)}, {found}")
     f.store(f"{FOUR} {added}", y, align=16)
 
 
