@@ -17,6 +17,10 @@ from jaxkv.structured import StructuredOutputsParams
 T = TypeVar("T")
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
+TPU_PAGE_NBYTES = 2**18
+"""A page of one layer has as many bytes on a TPU where 128 tokens do. The kernels start a DMA for
+each page, which costs the same whatever it moves (docs/benchmarks/tpu_kernels.md).
+"""
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 MIN_FLOAT32 = 2.0**-126
@@ -52,6 +56,11 @@ def bfloat16_as_bits(platform: str) -> bool:
     12 layers' MLPs); a bitcast is cheap.
     """
     return platform == "cpu" and jaxlib.version.__version_info__ < (0, 11)
+
+
+def tpu_page_size(token_nbytes: int) -> int:
+    """Returns the tokens of a page on a TPU, where a token has so many bytes in a layer."""
+    return 64 if 64 * token_nbytes >= TPU_PAGE_NBYTES else PAGE_SIZES[-1]
 
 
 def is_int(value: Any) -> bool:

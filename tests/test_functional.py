@@ -240,7 +240,7 @@ def test_what_is_refused_leaves_the_state_as_it_was(model, kv):
         (ValueError, "sampling: expected", lambda: jk.decode(model, kv, [5], sampling=None)),
         (ValueError, "num_pages: expected", lambda: jk.empty(model, num_pages=0)),
         (ValueError, "num_rows: expected", lambda: jk.empty(model, num_pages=9, num_rows=None)),
-        (ValueError, "page_size: exp", lambda: jk.empty(model, num_pages=9, page_size=None)),
+        (ValueError, "page_size: exp", lambda: jk.empty(model, num_pages=9, page_size=0)),
         (ValueError, "^page_size: .*15", lambda: jk.empty(model, num_pages=9, page_size=15)),
         (ValueError, "^num_rows: .*4096", lambda: jk.empty(model, num_pages=9, num_rows=4096)),
         (ValueError, "^num_pages: expected la", lambda: jk.empty(model, num_pages=2**31 - 1)),

@@ -19,7 +19,7 @@ from jaxkv.build.memory import Budget, Memory
 from jaxkv.build.options import ABOUT, EngineOptions
 from jaxkv.build.pool import plan_pool
 from jaxkv.build.speculation import read_speculation
-from jaxkv.config import DECODE_STEPS, EngineConfig
+from jaxkv.config import DECODE_STEPS, EngineConfig, tpu_page_size
 from jaxkv.holding.retention import full_pages
 from jaxkv.kv.codecs import Codec, PlainCodec, ScaledCodec, get_codec
 from jaxkv.kv.layout import HeadMajorLayout, PageLayout
@@ -474,9 +474,13 @@ def make_blueprint(
     if dtype == "auto":
         dtype = stored_dtype or auto_dtype(platform)
     codecs = group_codecs(spec, options.kv_cache_dtype, skipped, platform=platform, dtype=dtype)
-    limits = replace(make_limits(options, spec, platform), pooled=pooled)
     # A policy says itself what stays. The pages of a draft model are those of one table.
-    if not keeps_all and draft is None and resolve(options.kv_policy) is None:
+    is_plain = not keeps_all and draft is None and resolve(options.kv_policy) is None
+    heads = heads_of(spec, num_devices=placement.size)
+    page_size = auto_page_size(platform, heads, codecs) if is_plain else auto_page_size(platform)
+    limits = make_limits(options, spec, platform, page_size=page_size)
+    limits = replace(limits, pooled=pooled)
+    if is_plain:
         spec, limits = with_windows(spec, limits, codecs)
         codecs = group_codecs(spec, options.kv_cache_dtype, skipped, platform=platform, dtype=dtype)
     backend, reason = _choose_backend(options, spec, placement, codecs, limits)
@@ -545,13 +549,35 @@ def auto_dtype(platform: str) -> str:
     return "bfloat16" if has_bfloat16 or native.matmul_unused_because() is None else "float32"
 
 
-def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> EngineConfig:
-    """Returns the limits of an engine on a platform; the pool, one page, comes later.
+def auto_page_size(platform: str, heads_G: tuple[Heads, ...] = (), codecs_G: Codecs = ()) -> int:
+    """Returns the tokens of a page where none are asked for: on a TPU by what the largest page of
+    all KV groups has on a device.
+    """
+    if platform != "tpu" or not heads_G:
+        return 16 if platform == "cpu" else 64
+    pages = [
+        HeadMajorLayout(
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            page_size=64,
+            codec=codec,
+            latent_dim=heads.latent_dim,
+        )
+        for heads, codec in zip(heads_G, codecs_G, strict=True)
+    ]
+    return tpu_page_size(max(page.nbytes for page in pages) // 64)
+
+
+def make_limits(
+    options: EngineOptions, spec: ModelSpec, platform: str, *, page_size: int
+) -> EngineConfig:
+    """Returns the limits of an engine on a platform; the pool, one page, comes later. page_size:
+    where none is asked for.
 
     Raises: ValueError for a figure out of range.
     """
     on_cpu, asked = platform == "cpu", options
-    page_size = max(16 if on_cpu else 64, spec.entry_len)
+    page_size = max(page_size, spec.entry_len)
     limits = EngineConfig(
         max_model_len=spec.max_len if asked.max_model_len is None else asked.max_model_len,
         max_num_seqs=(64 if on_cpu else 256) if asked.max_num_seqs is None else asked.max_num_seqs,

@@ -360,7 +360,7 @@ def run(
         wanted = list(ALL if every else USUAL)
     else:
         wanted = list(dict.fromkeys((name, given) for name, _ in (ALL if every else USUAL)))
-    cases_of = partial(named_cases, page_size=options.get("block_size", 64), context=context)
+    cases_of = partial(named_cases, page_size=options.get("block_size"), context=context)
     cases = [
         case
         for name, dtype in wanted

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.config import tpu_page_size
 from jaxkv.tools.chips import CHIPS, parse_target
 from jaxkv.tools.schedule import Schedule, Span, read_schedule
 
@@ -76,21 +77,34 @@ class Case:
         """Returns the bits of each stored element, its scales apart."""
         return {"int8": 8, "int4": 4}.get(self.dtype, 8 * self.itemsize)
 
+    @property
+    def token_nbytes(self) -> int:
+        """Returns the bytes of a token's page, its scales apart."""
+        _, kv_heads, head_dim, *latent = self.heads
+        return kv_heads * head_dim * (1 if latent else 2) * self.bits // 8
+
     def __str__(self) -> str:
         page = f"pages of {self.page_size}, {self.batch} x {self.context} tokens"
         return f"{self.kernel} {self.name} {self.chip} {self.dtype}, {page}"
 
 
 def case_of(
-    kernel: str, name: str, chip: str, *, context: int | None = None, **others: Any
+    kernel: str,
+    name: str,
+    chip: str,
+    *,
+    context: int | None = None,
+    page_size: int | None = None,
+    **others: Any,
 ) -> Case:
     """Makes the case at a named shape, or with `heads` at any: decode of 64 rows x 2,048 tokens,
-    or 4,096 latent ones; or 512 queries that end at 8,192.
+    or 4,096 latent ones; or 512 queries that end at 8,192. page_size: None: what an engine takes.
     """
     batch = 64 if kernel == "decode" else 1
     given = {"heads": SHAPES.get(name), "batch": batch} | others
     usual = LATENT_CONTEXT if len(given["heads"] or ()) > 3 else CONTEXT
-    return Case(kernel=kernel, name=name, chip=chip, context=context or usual[kernel], **given)
+    case = Case(kernel=kernel, name=name, chip=chip, context=context or usual[kernel], **given)
+    return replace(case, page_size=page_size or tpu_page_size(case.token_nbytes))
 
 
 def layout_of(case: Case) -> Any:

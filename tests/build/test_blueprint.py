@@ -94,7 +94,7 @@ def test_a_blueprint_needs_neither_weights_nor_devices(tmp_path):
     before = len(jax.live_arrays())
     blueprint = blueprint_for("llama", [CountedDevice(0)], dtype="auto", block_size=None)
     assert (blueprint.platform, blueprint.dtype) == ("tpu", "bfloat16")
-    assert (blueprint.limits.block_size, blueprint.limits.num_pages) == (64, 1)
+    assert (blueprint.limits.block_size, blueprint.limits.num_pages) == (128, 1)
     assert len(jax.live_arrays()) == before
     for wrong, message in (
         ({"kv_cache_dtype": "int2"}, "kv_cache_dtype: expected auto or one of"),

@@ -134,6 +134,35 @@ def test_a_token_takes_what_each_layer_takes(write, plan):
     assert small < skipping < plain
 
 
+@pytest.mark.parametrize(
+    ("changes", "target", "options", "page_size"),
+    [
+        ({}, "v6e", {}, 64),
+        ({}, "v6e", {"kv_cache_dtype": "int8"}, 128),
+        ({}, "v6e", {"kv_cache_dtype": "int8", "block_size": 32}, 32),
+        ({}, "v6e", {"kv_policy": "streaming", "kv_budget": 4096, "kv_cache_dtype": "int8"}, 64),
+        ({"num_key_value_heads": 4}, "v6e", {}, 128),
+        ({}, "v6e:2x2", {}, 128),
+    ],
+)
+def test_small_pages_of_a_tpu_have_twice_the_tokens(write, changes, target, options, page_size):
+    size = {"tensor_parallel_size": 4} if ":" in target else {}
+    config = write(LLAMA_3_8B | changes)
+    found = deploy(config, parse_target(target), backend="xla", **size, **options)
+    assert found.blueprint.limits.block_size == page_size
+
+
+def test_a_draft_model_has_pages_of_as_many_tokens(write, tmp_path):
+    draft = {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 512}
+    other = tmp_path / "draft" / "config.json"
+    other.parent.mkdir()
+    other.write_text(json.dumps(LLAMA_3_8B | draft))
+    config = write(LLAMA_3_8B | {"num_key_value_heads": 1})
+    speculation = {"method": "draft_model", "model": str(other), "num_speculative_tokens": 3}
+    blueprint = deploy(config, V6E, backend="xla", speculative_config=speculation).blueprint
+    assert blueprint.draft.limits.block_size == blueprint.limits.block_size
+
+
 LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
 
 
