@@ -263,8 +263,8 @@ class EngineOptions:
     )
     block_size: int | None = option(
         None,
-        "tokens per page, 8 to 128 (default: 16 on a CPU, 64 elsewhere, 128 on TPUs where 64 tokens "
-        "have less than 256 KiB in a layer of a device)",
+        "tokens per page, 8 to 128 (default: 16 on a CPU, 64 elsewhere, 128 on TPUs where 64 have "
+        "less than 256 KiB in a layer of a device)",
         commands=ENGINES + TARGETS,
     )
     backend: str = option(
