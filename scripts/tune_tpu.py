@@ -116,7 +116,8 @@ def widened(case: Case, entry: dict[str, Any]) -> dict[str, Any]:
     for kept in read(case.chip):
         if (kept["case"], kept["tiles"]) == (json.loads(json.dumps(entry["case"])), entry["tiles"]):
             both = {name: max(kept[name], entry[name]) for name in FIGURES}
-            at = {name: max(kept["at"][name], one) for name, one in entry["at"].items()}
+            before = kept.get("at", {})
+            at = {name: max(before.get(name, 0.0), one) for name, one in entry["at"].items()}
             compilers = f"{kept['versions']}; {entry['versions']}"
             return kept | both | {"at": at, "versions": compilers}
     return entry

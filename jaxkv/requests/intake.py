@@ -31,7 +31,7 @@ from jaxkv.requests.grammar import Grammar, Grammars
 from jaxkv.requests.masks import Word, encode_words
 from jaxkv.requests.outputs import Logprob
 from jaxkv.requests.pooling import PoolingParams
-from jaxkv.requests.prompts import Pair, Prompt, parse
+from jaxkv.requests.prompts import Pair, Prompt, are_plain, parse
 from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream, longest_token
 from jaxkv.weights.adapters import Adapter
@@ -343,9 +343,7 @@ class Intake:
             if ids is None:
                 return self._encode_any(text or "", add_special_tokens=add_special_tokens)
             self._check_countable(len(ids), "tokens")
-            tokens = [i.item() if isinstance(i, np.integer) else i for i in ids]
-            self._check_ids("prompt", tokens)
-            return tokens
+            return self._own_ids(ids)
 
     def parse(self, prompt: Prompt, room: int = 1) -> tuple[str | None, list[int], str]:
         """Returns (text, token ids, cache_salt) of a prompt that leaves room for so many tokens.
@@ -357,9 +355,15 @@ class Intake:
                 ids = self._encode(text or "")
         # Before anything is done for each: it may be a million.
         self._check_length(len(ids), room)
-        tokens = [i.item() if isinstance(i, np.integer) else i for i in ids]
+        return text, self._own_ids(ids), salt
+
+    def _own_ids(self, ids: Sequence[Any] | np.ndarray) -> list[int]:
+        """Returns a prompt's token ids as Python's numbers. Raises: ValueError as `accept` does."""
+        tokens = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        if not are_plain(tokens):
+            tokens = [i.item() if isinstance(i, np.integer) else i for i in tokens]
         self._check_ids("prompt", tokens)
-        return text, tokens, salt
+        return tokens
 
     def _root(self, number: int, salt: str, context: int, adapter: Adapter | None) -> bytes:
         """Returns what the page keys of a submission begin with."""
@@ -687,6 +691,8 @@ class Intake:
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:
         # JAX gathers clamp silently, so every id is checked here, before it reaches the device.
         size = self._model.spec.vocab_size
+        if not ids or (are_plain(ids) and min(ids) >= 0 and max(ids) < size):
+            return
         bad = [i for i in ids if not is_int(i) or not 0 <= i < size]
         if bad:
             raise ValueError(

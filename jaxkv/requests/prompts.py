@@ -59,7 +59,14 @@ def listed(prompts: Any) -> list[Prompt]:
 
 def are_token_ids(items: Any) -> bool:
     """Tells whether it is a list of whole numbers, at least one."""
-    return isinstance(items, list | tuple) and bool(items) and all(is_int(own(x)) for x in items)
+    if not isinstance(items, list | tuple) or not items:
+        return False
+    return are_plain(items) or all(is_int(own(x)) for x in items)
+
+
+def are_plain(ids: Sequence[Any]) -> bool:
+    """Tells whether all are Python's ints, without a call for each: a prompt may be long."""
+    return set(map(type, ids)) <= {int}
 
 
 def is_conversation(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
@@ -79,9 +86,11 @@ def parse(prompt: Prompt) -> tuple[str | None, Sequence[Any] | np.ndarray | None
     if not isinstance(prompt, Mapping):
         ids = _items(prompt)
         if ids is None or (ids and not are_token_ids(ids)):
+            other = next((x for x in ids or () if not is_int(own(x))), None)
+            holding = "" if other is None else f" with {other!r:.50}"
             raise ValueError(
                 f'expected a text, token ids, {{"prompt": text}} or {{"prompt_token_ids": [...]}}, '
-                f"got {type(prompt).__name__}"
+                f"got {type(prompt).__name__}{holding}"
             )
         return None, ids, ""
     unknown = {key for key in prompt.keys() - _KEYS if key not in _OF_VLLM or prompt[key]}
