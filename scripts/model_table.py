@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from families import ALONE, UNSCALED, WRAPPED, hf_config, make_hf_model
 from jaxkv import LLM, SamplingParams
-from jaxkv.build.blueprint import make_limits
+from jaxkv.build.limits import make_limits
 from jaxkv.build.options import EngineOptions
 from jaxkv.errors import CheckpointError
 from jaxkv.kv.codecs import get_codec
@@ -176,7 +176,7 @@ class Case:
             spec = read_family(ConfigReader({**full, "model_type": family}, "config.json"))[0]
         except CheckpointError:
             return "the default sizes make no model"
-        limits = make_limits(EngineOptions(None), spec, platform)
+        limits = make_limits(EngineOptions(None), spec, platform, page_size=page_size)
         codec = get_codec("bfloat16", platform=platform, dtype="bfloat16")
         needs = Needs(
             page_size=page_size,

@@ -599,7 +599,7 @@ def _convert(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     import jax
 
-    from jaxkv.build.blueprint import auto_dtype
+    from jaxkv.build.limits import auto_dtype
     from jaxkv.build.pooling import says_that_it_pools
     from jaxkv.models.families import read_config
     from jaxkv.weights.hub import resolve_model

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxkv import LLM
-from jaxkv.build import blueprint
+from jaxkv.build import limits
 from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.options import EngineOptions
 from jaxkv.models.families import ConfigReader, read_family
@@ -107,9 +107,9 @@ def test_a_blueprint_needs_neither_weights_nor_devices(tmp_path):
 
 
 def test_what_multiplies_says_which_dtype_a_cpu_has_by_itself(monkeypatch):
-    monkeypatch.setattr(blueprint, "Path", lambda _: SimpleNamespace(is_file=lambda: False))
+    monkeypatch.setattr(limits, "Path", lambda _: SimpleNamespace(is_file=lambda: False))
     reasons = {None: "bfloat16", "llvmlite is not installed": "float32"}
     for reason, dtype in reasons.items():
-        monkeypatch.setattr(blueprint.native, "matmul_unused_because", lambda reason=reason: reason)
-        assert blueprint.auto_dtype("cpu") == dtype
-        assert blueprint.auto_dtype("tpu") == "bfloat16"
+        monkeypatch.setattr(limits.native, "matmul_unused_because", lambda reason=reason: reason)
+        assert limits.auto_dtype("cpu") == dtype
+        assert limits.auto_dtype("tpu") == "bfloat16"
