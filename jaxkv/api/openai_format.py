@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxkv.config import SamplingParams, is_int
-from jaxkv.requests.intake import MAX_CONTEXT
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxkv.requests.reading import MAX_CONTEXT
 from jaxkv.structured import StructuredOutputsParams, read_structured
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

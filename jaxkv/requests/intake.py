@@ -5,12 +5,11 @@ changed.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from threading import RLock
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,36 +17,19 @@ from jaxkv.build.model import Model
 from jaxkv.config import PREFILL, BeamSearchParams, EngineConfig, SamplingParams, is_int
 from jaxkv.holding.hold import Hold
 from jaxkv.holding.prefix import PageChain, root_key
-from jaxkv.holding.retention import Retention, check_served, full_pages, protecting
-from jaxkv.kv.policies import Policy, resolve
 from jaxkv.lora.request import LoRARequest
-from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from jaxkv.programs.process import check_process
+from jaxkv.requests import checks
 from jaxkv.requests.adapters import AdapterFiles
 from jaxkv.requests.beam import BeamSearch, num_candidates
-from jaxkv.requests.chats import Chats
-from jaxkv.requests.contents import RefusedChatError
 from jaxkv.requests.grammar import Grammar, Grammars
-from jaxkv.requests.masks import Word, encode_words
 from jaxkv.requests.outputs import Logprob
 from jaxkv.requests.pooling import PoolingParams
-from jaxkv.requests.prompts import Pair, Prompt, are_plain, parse
+from jaxkv.requests.prompts import Pair, Prompt
+from jaxkv.requests.reading import PromptReader, of_each
 from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
-from jaxkv.requests.text import TextStream, longest_token
+from jaxkv.requests.text import TextStream
 from jaxkv.weights.adapters import Adapter
-
-T = TypeVar("T")
-
-MAX_CONTEXT = "This model's maximum context length is"
-"""OpenAI's words, by which clients know that they should cut the prompt."""
-
-MOST_AT_ONCE = 2**18
-"""Characters or tokens that `tokens_of` takes however few of them the context has room for: other
-prompts wait meanwhile, under a second for so many.
-"""
-
-CHARS_PER_TOKEN = 8
-"""Above it `tokens_of` takes so many for each token of the context."""
 
 Copies = dict[int, tuple[SamplingParams, Grammar | None] | ValueError]
 """By the `id` of what a call was given: a copy of the parameters with their grammar, or why they
@@ -55,13 +37,13 @@ are refused.
 """
 
 
-class Intake:
+class Intake(PromptReader):
     """Checks prompts and parameters against one model and engine, and numbers the submissions that
     pass.
 
     `cache_root` returns what stands now for all of the engine that a cached page depends on, and
     does not change under the lock. Without `share_prefixes` only the samples of one prompt share
-    pages. `lock` is the engine's: a tokenizer is for one thread at a time.
+    pages.
     """
 
     def __init__(
@@ -74,24 +56,13 @@ class Intake:
         lock: RLock | None = None,
         adapters: AdapterFiles | None = None,
     ) -> None:
+        super().__init__(model, config, lock=lock)
         self._adapters = adapters
-        self._model = model
-        self._config = config
         self._cache_root = cache_root
         self.shares_prefixes = share_prefixes
         """Whether pages are found again by what they hold."""
-        self._longest_token: float | None = None
         self._grammars: Grammars | None = None
         self._num_submitted = 0
-        self._own_lock = RLock() if lock is None else lock
-
-    @property
-    def _lock(self) -> RLock:
-        """Returns the lock. Raises: RuntimeError in a fork, where nobody may be left to give it
-        up.
-        """
-        check_process()
-        return self._own_lock
 
     def accept(
         self,
@@ -127,7 +98,7 @@ class Intake:
         """Reads the adapters of prompts before anybody's turn is taken for them. Raises: ValueError
         naming every bad index.
         """
-        return _of_each("prompt", [partial(self.adapter_of, request) for request in requests])
+        return of_each("prompt", [partial(self.adapter_of, request) for request in requests])
 
     def accept_searches(
         self,
@@ -165,65 +136,10 @@ class Intake:
         number: int,
         adapter: Adapter | None = None,
     ) -> Submission:
-        prompt = self._pooled(prompt, params)
+        prompt = self.pooled(prompt, params)
         submission = self._submission(prompt, PREFILL, 0, {}, number, adapter)
         submission.samples[0].output.reads_all = self._config.pooled != "last"
         return submission
-
-    def render_pooled(
-        self, prompts: Sequence[Prompt | Pair], params: Sequence[PoolingParams]
-    ) -> list[dict[str, Any]]:
-        """Renders token prompts of what `accept_pooling` takes, for it. Raises: ValueError as that
-        does.
-        """
-
-        def render(prompt: Prompt | Pair, own: PoolingParams) -> dict[str, Any]:
-            text, ids, salt = self.parse(self._pooled(prompt, own))
-            return {"prompt": text, "prompt_token_ids": ids, "cache_salt": salt}
-
-        with self._lock:
-            asked = zip(prompts, params, strict=True)
-            return _of_each("prompt", [partial(render, *one) for one in asked])
-
-    def _pooled(self, prompt: Prompt | Pair, params: PoolingParams) -> Prompt:
-        """Returns a prompt with as many tokens as are taken (-1: as the model takes), two texts as
-        one.
-        """
-        most, longest = params.truncate_prompt_tokens, self._config.max_model_len
-        if most is not None:
-            most = longest if most == -1 else min(most, longest)
-        if isinstance(prompt, Pair):
-            return {"prompt_token_ids": self._pair(*prompt, most)}
-        return prompt if most is None else self._truncated(prompt, most)
-
-    def _truncated(self, prompt: Prompt, most: int) -> dict[str, Any]:
-        """Returns the prompt with at most so many tokens."""
-        text, ids, salt = parse(prompt)
-        if ids is None:
-            ids = self._encode(self._cut(text or "", most), truncation=True, max_length=most)
-        return {"prompt": text, "prompt_token_ids": ids[:most], "cache_salt": salt}
-
-    def _cut(self, text: str, most: int) -> str:
-        """Cuts off what is certainly beyond so many tokens: a tokenizer takes seconds for
-        megabytes.
-        """
-        if self._longest_token is None and self._model.tokenizer is not None:
-            self._longest_token = longest_token(self._model.tokenizer)
-        longest = most * (self._longest_token or 0)
-        if len(text) <= longest:
-            return text
-        is_left = getattr(self._model.tokenizer, "truncation_side", "right") == "left"
-        return text[-int(longest) :] if is_left else text[: int(longest)]
-
-    def _pair(self, first: str, second: str, most: int | None) -> list[int]:
-        """Returns the tokens of two texts as one prompt, as the tokenizer joins them, at most so
-        many, cut as the tokenizer cuts. Raises: ValueError without a tokenizer, and for an empty
-        text.
-        """
-        if most is None:
-            return self._encode(first, second)
-        first, second = self._cut(first, most), self._cut(second, most)
-        return self._encode(first, second, truncation=True, max_length=most)[:most]
 
     def _check_generates(self) -> None:
         if self._config.pooled:
@@ -242,7 +158,7 @@ class Intake:
         adapters = self._read(loras)
         with self._lock:
             each = enumerate(zip(makers, adapters, strict=True), self._num_submitted)
-            made = _of_each("prompt", [partial(make, number, own) for number, (make, own) in each])
+            made = of_each("prompt", [partial(make, number, own) for number, (make, own) in each])
             self._num_submitted += len(made)
         return [replace(one, lora_request=lora) for one, lora in zip(made, loras, strict=True)]
 
@@ -257,31 +173,6 @@ class Intake:
         )
         other._own_lock = RLock()
         return other
-
-    def render(
-        self,
-        conversations: Sequence[Any],
-        extra: Mapping[str, Any] | None = None,
-        content_format: str = "auto",
-        *,
-        any_length: bool = False,
-        **options: Any,
-    ) -> list[dict[str, Any]]:
-        """Renders token prompts of conversations by the chat template, which gets `extra` as well
-        as `options`, and contents in a form of `requests.contents.FORMATS`. any_length: also those
-        that the context has no room for, as `tokens_of` takes them.
-
-        Raises: ValueError naming every bad index, or what `extra` says that is said elsewhere.
-        """
-        chats = Chats(self._model.tokenizer, extra, options, content_format)
-        encode = partial(self._encode_any if any_length else self._encode, add_special_tokens=False)
-
-        def rendered(messages: Any) -> dict[str, Any]:
-            with self._lock:
-                return chats.render(messages, encode)
-
-        calls = [partial(rendered, messages) for messages in conversations]
-        return _of_each("conversation", calls, RefusedChatError)
 
     def page_keys(
         self, tokens: Sequence[int], salt: str, adapter: Adapter | None
@@ -306,64 +197,6 @@ class Intake:
     def depends_on_context(self) -> bool:
         """Tells whether pages depend on how long their request may get."""
         return self._model.spec.depends_on_context
-
-    @property
-    def eos_id(self) -> int | None:
-        """Returns the token that ends texts, None without one: others may end them too."""
-        return self._model.eos_id
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Tells whether texts can be made of tokens, and tokens of texts."""
-        return self._model.tokenizer is not None
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, without special ones. Raises: ValueError without a
-        tokenizer.
-        """
-        tokenizer = self._model.tokenizer
-        if tokenizer is None:
-            raise ValueError("text: expected a tokenizer, got skip_tokenizer_init=True")
-        with self._lock:
-            return tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text that goes on with another one, so without special tokens.
-        Raises: ValueError as `accept` does.
-        """
-        with self._lock:
-            return self._encode(text, add_special_tokens=False)
-
-    def tokens_of(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the tokens of a prompt that may be empty, or longer than the context, to count
-        them. Raises: ValueError for one that is no prompt, or of very many characters or tokens.
-        """
-        with self._lock:
-            text, ids, _ = parse(prompt)
-            if ids is None:
-                return self._encode_any(text or "", add_special_tokens=add_special_tokens)
-            self._check_countable(len(ids), "tokens")
-            return self._own_ids(ids)
-
-    def parse(self, prompt: Prompt, room: int = 1) -> tuple[str | None, list[int], str]:
-        """Returns (text, token ids, cache_salt) of a prompt that leaves room for so many tokens.
-        Raises: ValueError as `accept` does.
-        """
-        text, ids, salt = parse(prompt)
-        if ids is None:
-            with self._lock:
-                ids = self._encode(text or "")
-        # Before anything is done for each: it may be a million.
-        self._check_length(len(ids), room)
-        return text, self._own_ids(ids), salt
-
-    def _own_ids(self, ids: Sequence[Any] | np.ndarray) -> list[int]:
-        """Returns a prompt's token ids as Python's numbers. Raises: ValueError as `accept` does."""
-        tokens = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-        if not are_plain(tokens):
-            tokens = [i.item() if isinstance(i, np.integer) else i for i in tokens]
-        self._check_ids("prompt", tokens)
-        return tokens
 
     def _root(self, number: int, salt: str, context: int, adapter: Adapter | None) -> bytes:
         """Returns what the page keys of a submission begin with."""
@@ -434,11 +267,12 @@ class Intake:
             raise made
         params, grammar = made
         text, tokens, salt = self.parse(prompt)
-        stop_ids = self._stop_ids(params)
-        self._check_logprobs(params, len(tokens))
-        bad_words = self._processing(params, stop_ids | {self._model.eos_id})
-        retention = self._retention(params, len(tokens))
-        max_len, at_max_len = self._limit(len(tokens), params, retention)
+        model, config, size = self._model, self._config, len(tokens)
+        stop_ids = checks.stop_ids(params, model)
+        checks.check_logprobs(params, model, config, size)
+        bad_words = checks.processing(params, model, stop_ids | {model.eos_id})
+        retention = checks.retention_of(params, config, size)
+        max_len, at_max_len = checks.limit(params, config, size, retention)
         root = self._root(number, salt, self._model.spec.context_of(max_len), adapter)
         num_samples = params.n if num_samples is None else num_samples
         seed = self._seed(params, number)
@@ -507,198 +341,6 @@ class Intake:
                 self._grammars = Grammars(model.tokenizer, model.spec.vocab_size, model.eos_ids)
             return self._grammars
 
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        own_stops = params.stop_token_ids or ()
-        self._check_ids("stop_token_ids", own_stops)
-        stop_ids = frozenset(own_stops) | (
-            frozenset() if params.ignore_eos else self._model.eos_ids
-        )
-        if len(stop_ids) > NUM_STOP_TOKENS:
-            raise ValueError(
-                f"stop_token_ids: expected at most {NUM_STOP_TOKENS} with the model's own, got "
-                f"{len(stop_ids)}"
-            )
-        if params.stop_strings and self._model.tokenizer is None:
-            raise ValueError(
-                "stop: expected a tokenizer for stop strings, got skip_tokenizer_init=True"
-            )
-        return stop_ids
-
-    def _limit(
-        self, prompt_len: int, params: SamplingParams, retention: Retention | None
-    ) -> tuple[int, str]:
-        """Returns the most tokens of prompt and output together, and the finish_reason of a request
-        that reaches them.
-        """
-        config = self._config
-        # What is pooled ends with a token that nobody draws or stores.
-        num_unstored = int(bool(config.pooled))
-        wanted = config.max_model_len + num_unstored
-        if params.max_tokens is not None:
-            wanted = min(wanted, prompt_len + params.max_tokens)
-        if retention is not None:
-            return wanted, "length"
-        longest = min(config.num_pages, config.table_width) * config.block_size
-        if config.has_windows:
-            longest = config.max_len
-        longest += num_unstored
-        if prompt_len >= longest and 0 < config.row_pages < config.num_pages:
-            raise ValueError(
-                f"the prompt has {prompt_len} tokens; with kv_policy {config.kv_policy} of LLM a "
-                f"row has {config.row_pages} pages of {config.block_size}, which hold {longest} of "
-                f"a request that drops none: raise kv_budget of LLM, or leave kv_policy='full' out"
-            )
-        if prompt_len >= longest:
-            raise ValueError(
-                f"the prompt has {prompt_len} tokens; the KV cache holds {longest} of one request "
-                f"in all ({config.num_pages} pages of {config.block_size}, kv_policy "
-                f"{config.kv_policy}): raise kv_cache_memory_bytes or num_gpu_blocks_override, or "
-                f"have a kv_policy"
-            )
-        return min(wanted, longest), "length" if wanted <= longest else "capacity"
-
-    def _retention(self, params: SamplingParams, prompt_len: int) -> Retention | None:
-        """Returns what bounds the request's cache: its own policy or the engine's, in its own
-        budget or the engine's.
-
-        Raises: ValueError for what the engine, as it was made, cannot do.
-        """
-        config = self._config
-        name = config.kv_policy if params.kv_policy is None else params.kv_policy
-        policy = resolve(name)
-        check_served(policy, resolve(config.kv_policy))
-        if not isinstance(policy, Policy):
-            for field in ("kv_budget", "kv_protect"):
-                if (got := getattr(params, field)) is not None:
-                    raise ValueError(f"{field}: expected None with kv_policy {name}, got {got!r}")
-            return None
-        pages = config.row_pages
-        if params.kv_budget is not None or not pages:
-            pages = full_pages(policy, params.kv_budget, page_size=config.block_size)
-            pages = min(pages, -(-config.max_model_len // config.block_size))
-            if config.has_windows:  # no query sees more than a table's width
-                pages = min(pages, config.table_width)
-        most = min(config.table_width, config.num_pages // len(config.windows))
-        if pages > most:
-            held = f"{most} pages of {config.block_size} tokens in full precision"
-            raise ValueError(
-                f"kv_budget: expected what a row of this engine may hold ({held}), got {pages} "
-                f"pages"
-            )
-        low = 0
-        if policy.low and config.row_pages:
-            low = config.low_row_pages * pages // config.row_pages
-        retention = Retention(
-            policy=policy, page_size=config.block_size, full_pages=pages, low_pages=low
-        )
-        return protecting(retention, params.kv_protect or (), prompt_len)
-
-    def _check_logprobs(self, params: SamplingParams, prompt_len: int) -> None:
-        if (start := params.prompt_logprobs_start) >= prompt_len:
-            raise ValueError(
-                f"prompt_logprobs_start: expected less than the prompt's {prompt_len} tokens, got "
-                f"{start}"
-            )
-        size, most = self._model.spec.vocab_size, self._config.max_logprobs
-        for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(params, name)
-            if asked is not None and (size if asked == -1 else asked) > most:
-                what = f"-1 (all {size} tokens)" if asked == -1 else asked
-                raise ValueError(
-                    f"{name}: expected at most {most}, got {what}; raise max_logprobs of LLM "
-                    f"(-1: all)"
-                )
-
-    def _processing(self, params: SamplingParams, ends: frozenset[int | None]) -> tuple[Word, ...]:
-        """Checks what changes the logits. Returns the tokens of the bad words. `ends` are out of
-        reach at first where min_tokens is given.
-        """
-        bias, allowed = params.logit_bias or {}, params.allowed_token_ids
-        self._check_ids("logit_bias", list(bias))
-        if len(bias) > NUM_BIASES:
-            raise ValueError(f"logit_bias: expected at most {NUM_BIASES} tokens, got {len(bias)}")
-        self._check_ids("allowed_token_ids", allowed or ())
-        if params.bad_words and self._model.tokenizer is None:
-            raise ValueError(
-                "bad_words: expected a tokenizer for bad words, got skip_tokenizer_init=True"
-            )
-        words = encode_words(self._model.tokenizer, params.bad_words or ())
-        self._check_ids("bad_words", [token for word in words for token in word])
-        out_of_reach = {word[-1] for word in words} | (ends if params.min_tokens else set())
-        if allowed is not None and not set(allowed) - out_of_reach:
-            raise ValueError(
-                f"allowed_token_ids: expected at least one that ends no bad word and, with "
-                f"min_tokens, no request, got {allowed}"
-            )
-        return words
-
-    def _encode(self, text: str, *second: str, **options: Any) -> list[int]:
-        """Returns the tokens of a text, or of two as one prompt. Raises: ValueError."""
-        if self._model.tokenizer is None:
-            raise ValueError(
-                'expected {"prompt_token_ids": [...]} with skip_tokenizer_init=True, got a text'
-            )
-        for one in (text, *second):
-            if not one:
-                raise ValueError("the prompt is empty; expected at least one token")
-            _check_unicode(one)
-            if len(one) > self._config.max_model_len:
-                self._check_characters(len(one))
-        # What is too long is for the engine to say: a tokenizer's limit need not be the model's.
-        return self._model.tokenizer.encode(text, *second, verbose=False, **options)
-
-    def _encode_any(self, text: str, **options: Any) -> list[int]:
-        """Returns the tokens of a text, which may be empty or longer than the context."""
-        if self._model.tokenizer is None:
-            raise ValueError("prompt: expected a tokenizer, got skip_tokenizer_init=True")
-        _check_unicode(text)
-        self._check_countable(len(text), "characters")
-        return self._model.tokenizer.encode(text, verbose=False, **options)
-
-    def _check_countable(self, count: int, what: str) -> None:
-        """Refuses what would take seconds only to be counted."""
-        most = max(MOST_AT_ONCE, CHARS_PER_TOKEN * self._config.max_model_len)
-        if count > most:
-            raise ValueError(f"the prompt has {count} {what}; expected at most {most}")
-
-    def _check_characters(self, length: int) -> None:
-        """Refuses what is certainly too long, since a tokenizer takes seconds for megabytes."""
-        if self._longest_token is None:
-            self._longest_token = longest_token(self._model.tokenizer)
-        limit = self._config.max_model_len
-        if length > (most := self._longest_token * limit):
-            raise ValueError(
-                f"the prompt has {length} characters, more than {limit} tokens can have "
-                f"({most:.0f}); expected at most {limit - 1} tokens, so that one more fits into "
-                f"max_model_len={limit}. {MAX_CONTEXT} {limit} tokens"
-            )
-
-    def _check_length(self, length: int, room: int) -> None:
-        pools, longest = self._config.pooled, self._config.max_model_len
-        if not length:
-            raise ValueError("the prompt is empty; expected at least one token")
-        if pools and length > longest:
-            raise ValueError(
-                f"the prompt has {length} tokens; expected at most max_model_len={longest}, or "
-                f"truncate_prompt_tokens. {MAX_CONTEXT} {longest} tokens"
-            )
-        if not pools and length > longest - room:
-            raise ValueError(
-                f"the prompt has {length} tokens; expected at most {longest - 1}, so that one more "
-                f"fits into max_model_len={longest}. {MAX_CONTEXT} {longest} tokens"
-            )
-
-    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
-        # JAX gathers clamp silently, so every id is checked here, before it reaches the device.
-        size = self._model.spec.vocab_size
-        if not ids or (are_plain(ids) and min(ids) >= 0 and max(ids) < size):
-            return
-        bad = [i for i in ids if not is_int(i) or not 0 <= i < size]
-        if bad:
-            raise ValueError(
-                f"{what}: expected token ids from 0 to {size - 1}, got {bad[:5]!r:.200}"
-            )
-
     def _seed(self, params: SamplingParams, number: int) -> int:
         """Returns the request's own seed, or one that follows from the engine's and the number of
         the submission.
@@ -722,32 +364,6 @@ class Intake:
             include_stop=params.include_stop_str_in_output,
             prompt=prompt,
         )
-
-
-def _of_each(
-    what: str, calls: Sequence[Callable[[], T]], refusal: type[ValueError] = ValueError
-) -> list[T]:
-    """Returns what the calls for each prompt or conversation return. Raises: ValueError naming
-    every index that is refused.
-    """
-    made: list[T] = []
-    problems = []
-    for index, call in enumerate(calls):
-        try:
-            made.append(call())
-        except refusal as error:
-            problems.append(f"{what} {index}: {error}")
-    if problems:
-        raise ValueError("\n".join(problems))
-    return made
-
-
-def _check_unicode(text: str) -> None:
-    """Raises ValueError for half of a surrogate pair, for which tokenizers raise their own."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt is not valid Unicode: {error}") from error
 
 
 def _unscored(params: SamplingParams) -> list[dict[int, Logprob] | None] | None:
