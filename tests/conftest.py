@@ -33,7 +33,7 @@ import pytest
 from jax._src.lru_cache import _CACHE_SUFFIX, LRUCache
 
 from jaxkv.ops.attention import native, pallas_tpu
-from jaxkv.programs import compiled
+from jaxkv.programs import compiled, lowerings
 from jaxkv.programs.compiled import Programs
 from kernels_pallas import tpu
 from tiny import make_checkpoint, tiny_config
@@ -100,8 +100,8 @@ def script(scripts) -> Iterator[Callable[[str], ModuleType]]:
 def own() -> Iterator[Callable[..., object]]:
     """Programs of equal engines are compiled once in a module."""
     with pytest.MonkeyPatch.context() as patch:
-        shared = cache(compiled.own)
-        patch.setattr(compiled, "own", shared)
+        shared = cache(lowerings.own)
+        patch.setattr(lowerings, "own", shared)
         yield shared
     COMPILED.clear()
     jax.clear_caches()
@@ -186,7 +186,7 @@ def compile_once(monkeypatch):
     get = Programs._get
 
     def shared(self, kind, size):
-        inputs = str((self._weights, self._kv))
+        inputs = str((self._lowerings.weights, self._lowerings.kv))
         self.executables = COMPILED.setdefault(
             (self.spec, self.config, self.backend, inputs), self.executables
         )

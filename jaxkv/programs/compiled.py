@@ -5,29 +5,23 @@ surprise.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from threading import BoundedSemaphore, Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import PartitionSpec
 from jax.stages import Compiled
 
 from jaxkv.config import EngineConfig
 from jaxkv.errors import CapacityError, Catch, EngineDeadError
 from jaxkv.kv.policies import get_policy
 from jaxkv.kv.state import PagedKV, Store
-from jaxkv.models.decoder import body_of, head_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend
-from jaxkv.ops.sampling import Sampling
 from jaxkv.placement import Placement, bytes_per_device
-from jaxkv.programs.adapters import write_adapter
 from jaxkv.programs.background import Background, Progress, likely_first
 from jaxkv.programs.buckets import (
     drawn_rows,
@@ -38,21 +32,8 @@ from jaxkv.programs.buckets import (
 )
 from jaxkv.programs.compiler_options import compiler_options
 from jaxkv.programs.draft import Draft
-from jaxkv.programs.draw import draw, prompt_scores
-from jaxkv.programs.inputs import (
-    abstract_full,
-    empty_batch,
-    empty_newest,
-    empty_rows,
-    empty_sampling,
-    empty_tables,
-)
-from jaxkv.programs.loop import decode_loop
-from jaxkv.programs.pages import copy_pages, copy_states, demote_pages, measure_pages
-from jaxkv.programs.pool import norm_of, pool
-from jaxkv.programs.speculation import speculative_loop, write_text
-from jaxkv.programs.step import Last, Newest, step
-from jaxkv.weights.tree import Weights, adapters_of, draft_of, without_adapters, without_draft
+from jaxkv.programs.lowerings import KINDS, Lowering, Lowerings
+from jaxkv.weights.tree import Weights, draft_of, without_adapters, without_draft
 
 if TYPE_CHECKING:
     from jaxkv.programs.executables import ProgramFiles
@@ -73,18 +54,6 @@ class ProgramMemory(NamedTuple):
     name: str
     temp_bytes: int
     code_bytes: int
-
-
-class Lowering(NamedTuple):
-    """Holds a jitted function and the abstract arguments that it is for. It is traced when it is
-    compiled only: what comes from files need not be.
-    """
-
-    jitted: Any
-    arguments: tuple[Any, ...]
-
-    def compile(self, options: Mapping[str, str] | None) -> Compiled:
-        return self.jitted.lower(*self.arguments).compile(options)
 
 
 class Programs:
@@ -135,8 +104,15 @@ class Programs:
         self._background: Background | None = None
         self._is_stopped = False
         self._progress: Progress | None = None
-        self._weights = jax.tree.map(_abstract, weights)
-        self._kv = jax.tree.map(_abstract, kv)
+        self._lowerings = Lowerings(
+            weights=jax.tree.map(_abstract, weights),
+            kv=jax.tree.map(_abstract, kv),
+            spec=spec,
+            config=config,
+            backend=backend,
+            draft=draft,
+            placement=placement,
+        )
         self.executables: dict[tuple[str, int], Compiled] = {}
         self._memory: dict[tuple[str, int], ProgramMemory] = {}
 
@@ -213,7 +189,7 @@ class Programs:
     @property
     def num_pages(self) -> int:
         """Returns the pages of the pool that they are for."""
-        return self._kv.stores[0].num_pages
+        return self._lowerings.kv.stores[0].num_pages
 
     @property
     def memory(self) -> list[ProgramMemory]:
@@ -227,17 +203,17 @@ class Programs:
     @property
     def weights(self) -> Weights:
         """Returns the shapes that they are for, without those of adapters and a draft model."""
-        return without_draft(without_adapters(self._weights))
+        return without_draft(without_adapters(self._lowerings.weights))
 
     @property
     def draft_weights(self) -> Weights:
         """Returns the shapes of the draft model's weights, {} without one."""
-        return draft_of(self._weights)
+        return draft_of(self._lowerings.weights)
 
     @property
     def stores(self) -> tuple[Store, ...]:
         """Returns the stores of the KV state that they are for, as shapes."""
-        return self._kv.stores
+        return self._lowerings.kv.stores
 
     @property
     def compiled(self) -> dict[str, Compiled]:
@@ -257,8 +233,8 @@ class Programs:
         if self.config.pooled:
             return 0
         counts = {*self.drawn_rows, *self.row_buckets}
-        wide = sum(bytes_per_device(self._sampling_for(count)) for count in counts)
-        return wide + bytes_per_device(self._text)
+        wide = sum(bytes_per_device(self._lowerings.sampling_for(count)) for count in counts)
+        return wide + bytes_per_device(self._lowerings.text_RN)
 
     @property
     def _every(self) -> list[tuple[str, int]]:
@@ -270,7 +246,7 @@ class Programs:
             every += [("loop", size) for size in self.row_buckets]
             every.append(("copy", self.num_copies))
             every += [("speculate", size) for size in self.speculative_rows]
-            every += [] if self._text is None else [("text", self.config.max_len)]
+            every += [] if self._lowerings.text_RN is None else [("text", self.config.max_len)]
         if self.config.has_states:
             every.append(("states", COPIED_AT_ONCE))
         if self.config.num_adapters:
@@ -421,7 +397,9 @@ class Programs:
 
     def _compile(self, kind: str, size: int) -> Compiled:
         try:
-            return self._load_or_compile(_name(kind, size), KINDS[kind].lower(self, size))
+            return self._load_or_compile(
+                _name(kind, size), KINDS[kind].lower(self._lowerings, size)
+            )
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -433,7 +411,7 @@ class Programs:
             raise CapacityError(f"{what}: {str(error).splitlines()[0]}") from error
 
     def _load_or_compile(self, name: str, lowering: Lowering) -> Compiled:
-        options = compiler_options(self._device, self._weights)
+        options = compiler_options(self._device, self._lowerings.weights)
 
         def compile_now() -> Compiled:
             if (progress := self._progress) is not None:
@@ -463,9 +441,9 @@ class Programs:
             raise NotImplementedError(
                 "this device's compiler does not say how much memory a program takes"
             )
-        counted = bytes_per_device(KINDS[kind].counted(self, size))
+        counted = bytes_per_device(KINDS[kind].counted(self._lowerings, size))
         if KINDS[kind].has_pool:
-            counted += bytes_per_device(self._kv.pools)
+            counted += bytes_per_device(self._lowerings.kv.pools)
         # An output that takes over an argument's memory (the pool) counts in both sizes, and once
         # in the alias size.
         arguments_and_outputs = (
@@ -477,149 +455,6 @@ class Programs:
             code_bytes=memory.generated_code_size_in_bytes,
         )
 
-    def _lower_step(self, num_tokens: int) -> Lowering:
-        rows = self.num_step_rows(num_tokens)
-        batch, newest = self._whole(empty_batch(num_tokens, rows)), self._newest_for(rows)
-        inputs = (body_of(self._weights), self._kv_for(rows), newest, batch)
-        static = {"backend": self.backend, "draft": self.draft, **self._model}
-        return lowering(step, *inputs, donate=("kv",), **static)
-
-    def _lower_draw(self, num_rows: int) -> Lowering:
-        most = self.drawn_rows[-1]
-        last = Last(
-            hidden_RD=abstract_full((most, self.spec.hidden_size), 0, np.float32),
-            position_R=abstract_full((most,), 0),
-            ended_R=abstract_full((most,), 0, np.bool_),
-        )
-        inputs = (self._whole(last), self._newest_for(num_rows), self._sampling_for(num_rows))
-        static = {"num_logprobs": self.config.max_logprobs, **self._model}
-        return lowering(draw, head_of(self._weights), *inputs, donate=(), **static)
-
-    def _lower_scores(self, num_tokens: int) -> Lowering:
-        size = (num_tokens, self.spec.hidden_size)
-        inputs = self._whole((abstract_full(size, 0, np.float32), abstract_full((num_tokens,), 0)))
-        static = {"num_logprobs": self.config.max_logprobs, **self._model}
-        return lowering(prompt_scores, head_of(self._weights), *inputs, donate=(), **static)
-
-    def _lower_pool(self, num_tokens: int) -> Lowering:
-        hidden_TD = abstract_full((num_tokens, self.spec.hidden_size), 0, np.float32)
-        batch = empty_batch(num_tokens, self.num_step_rows(num_tokens))
-        inputs = (norm_of(self._weights), *self._whole((hidden_TD, batch)))
-        return lowering(pool, *inputs, donate=(), kind=self.config.pooled, **self._model)
-
-    def _lower_loop(self, num_rows: int) -> Lowering:
-        rows, n = self._whole((empty_rows(num_rows), np.int32(0)))
-        kv, newest = self._kv_for(num_rows), self._newest_for(num_rows)
-        inputs = (self._weights, kv, newest, rows, self._sampling_for(num_rows), n)
-        return lowering(decode_loop, *inputs, donate=("kv", "rows"), **self._loop)
-
-    def _lower_speculate(self, num_rows: int) -> Lowering:
-        rows, sampling = self._whole(empty_rows(num_rows)), self._sampling_for(num_rows)
-        kv, newest = self._kv_for(num_rows), self._newest_for(num_rows)
-        inputs = (self._weights, kv, newest, self._text, rows, sampling)
-        static = {"speculation": self.config.speculation, **self._loop}
-        return lowering(speculative_loop, *inputs, donate=("kv", "text_RN"), **static)
-
-    def _lower_text(self, num_tokens: int) -> Lowering:
-        row, token_N = self._whole((np.int32(0), abstract_full((num_tokens,), 0)))
-        return lowering(write_text, self._text, row, token_N, donate=("text_RN",))
-
-    def _lower_copy(self, num_pages: int) -> Lowering:
-        pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
-        return lowering(copy_pages, self._kv, pages_C, pages_C, n, donate=("kv",))
-
-    def _lower_states(self, num_states: int) -> Lowering:
-        slots_C, n = self._whole((np.zeros(num_states, np.int32), np.int32(0)))
-        inputs = (self._kv, slots_C, slots_C, n)
-        return lowering(copy_states, *inputs, donate=("kv",), num_slots=self.config.num_slots)
-
-    def _lower_demote(self, num_pages: int) -> Lowering:
-        pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
-        return lowering(demote_pages, self._kv, pages_C, pages_C, n, donate=("kv",))
-
-    def _lower_measure(self, num_pages: int) -> Lowering:
-        policy = get_policy(self.config.kv_policy)
-        if policy is None or policy.measure is None:
-            raise ValueError(f"kv_policy {self.config.kv_policy}: nothing is measured")
-        pages = self._whole(np.zeros(num_pages, np.int32))
-        return lowering(measure_pages, self._kv, pages, donate=(), measure=policy.measure)
-
-    def _lower_adapter(self, count: int) -> Lowering:
-        adapters, size = adapters_of(self._weights), self.placement
-
-        def one(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            num_layers, _, *rest = leaf.shape
-            if size is None:
-                return jax.ShapeDtypeStruct((num_layers, *rest), leaf.dtype)
-            layers, _, *parts = size.weight(path[-1].key, leaf.shape)
-            return size.abstract((num_layers, *rest), leaf.dtype, PartitionSpec(layers, *parts))
-
-        own_adapter = jax.tree_util.tree_map_with_path(one, adapters)
-        inputs = (adapters, own_adapter, self._whole(np.int32(0)))
-        return lowering(write_adapter, *inputs, donate=("adapters",), placement=self.placement)
-
-    @property
-    def _model(self) -> dict[str, Any]:
-        """Returns the static arguments that all programs of a model take."""
-        return {"spec": self.spec, "placement": self.placement}
-
-    @property
-    def _loop(self) -> dict[str, Any]:
-        """Returns the static arguments that all decode loops take."""
-        config = self.config
-        steps = {"width": config.decode_steps, "num_logprobs": config.max_logprobs}
-        return {"backend": self.backend, "draft": self.draft, **steps, **self._model}
-
-    @property
-    def _text(self) -> Any:
-        """Returns the shape of the rows' text, None where no proposal is looked up in it."""
-        if self.config.speculation is None or not self.config.speculation.reads_text:
-            return None
-        return self._whole(abstract_full((self.config.max_num_seqs, self.config.max_len), 0))
-
-    def _newest_for(self, num_rows: int) -> Newest:
-        return self._whole(empty_newest(self.config.max_num_seqs, num_rows))
-
-    def _sampling_for(self, num_rows: int) -> Sampling:
-        sizes = {"vocab_size": self.spec.vocab_size, "max_len": self.config.max_len}
-        return self._whole(empty_sampling(num_rows, **sizes, make=abstract_full))
-
-    def _kv_for(self, num_rows: int) -> PagedKV:
-        """Returns the shapes of the KV state with the tables of so many rows."""
-        return replace(
-            self._kv, rows=self._whole(empty_tables(self.config, num_rows, abstract_full))
-        )
-
-    def _whole(self, tree: Any) -> Any:
-        """Returns the shapes of inputs that every device has."""
-        sharding = (
-            self.placement.sharding()
-            if self.placement is not None and self.placement.size > 1
-            else None
-        )
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), tree
-        )
-
-
-def lowering(jitted: Any, *arguments: Any, donate: tuple[str, ...], **static: Any) -> Lowering:
-    """Returns how a function of a module is lowered for these arguments."""
-    return Lowering(own(jitted, donate=donate, **static), arguments)
-
-
-def own(jitted: Any, *, donate: tuple[str, ...], **static: Any) -> Any:
-    """Jits a function of a module once more, for one caller: what jax traces and compiles it keeps
-    as long as the function lives, which a module's does for ever.
-    """
-    return jax.jit(partial(jitted.__wrapped__, **static), donate_argnames=donate)
-
-
-def lower(function: Callable[..., Any], *arguments: Any, donate: int) -> Any:
-    """Lowers `function` alone, for the devices that its abstract arguments are on; the argument
-    `donate` is given away.
-    """
-    return jax.jit(function, donate_argnums=donate).lower(*arguments)
-
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
@@ -627,46 +462,3 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 def _name(kind: str, size: int) -> str:
     return f"{kind} of {size} {KINDS[kind].unit}"
-
-
-class Kind(NamedTuple):
-    """Says what programs of a kind have in common: what their size counts; how one of a size is
-    lowered; which of its arguments and results are counted elsewhere, as they are there whether it
-    runs or not; and whether it reads or writes the pool, which is counted elsewhere too.
-    """
-
-    unit: str
-    lower: Callable[[Programs, int], Lowering]
-    counted: Callable[[Programs, int], Any]
-    has_pool: bool
-
-
-def _nothing(programs: Programs, size: int) -> None:
-    return None
-
-
-KINDS = {
-    "step": Kind("tokens", Programs._lower_step, lambda p, n: body_of(p._weights), True),
-    "draw": Kind(
-        "rows",
-        Programs._lower_draw,
-        lambda p, n: (head_of(p._weights), p._sampling_for(n)),
-        False,
-    ),
-    "scores": Kind("tokens", Programs._lower_scores, lambda p, n: head_of(p._weights), False),
-    "pool": Kind("tokens", Programs._lower_pool, lambda p, n: norm_of(p._weights), False),
-    "loop": Kind("rows", Programs._lower_loop, lambda p, n: (p._weights, p._sampling_for(n)), True),
-    "speculate": Kind(
-        "rows",
-        Programs._lower_speculate,
-        lambda p, n: (p._weights, p._sampling_for(n), p._text),
-        True,
-    ),
-    "text": Kind("tokens", Programs._lower_text, lambda p, n: p._text, False),
-    "copy": Kind("pages", Programs._lower_copy, _nothing, True),
-    "states": Kind("slots", Programs._lower_states, _nothing, True),
-    "demote": Kind("pages", Programs._lower_demote, _nothing, True),
-    "measure": Kind("pages", Programs._lower_measure, _nothing, True),
-    "adapter": Kind("slot", Programs._lower_adapter, lambda p, n: adapters_of(p._weights), False),
-}
-"""What there is of each kind is what `Programs._every` says."""

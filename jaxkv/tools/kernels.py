@@ -141,7 +141,7 @@ def lower_case(case: Case) -> Any:
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from jaxkv.programs.compiled import lower
+    from jaxkv.programs.lowerings import lower
     from kernels_pallas import tpu
 
     num_heads, kv_heads, head_dim, *_ = case.heads

@@ -13,7 +13,8 @@ from jaxkv.api import part
 from jaxkv.build import memory as build_memory
 from jaxkv.build.memory import AMPLE, Budget, Memory, available_memory, device_memory
 from jaxkv.errors import CapacityError
-from jaxkv.programs.compiled import KINDS, ProgramMemory, Programs
+from jaxkv.programs.compiled import ProgramMemory, Programs
+from jaxkv.programs.lowerings import KINDS
 from jaxkv.testing import budget_of, engine_of, model_of
 from tiny import SMALL, make_checkpoint, tiny_config
 

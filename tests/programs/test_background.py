@@ -20,7 +20,8 @@ from jaxkv.build.options import EngineOptions
 from jaxkv.errors import CapacityError, EngineDeadError
 from jaxkv.models.families import read_config, read_family
 from jaxkv.programs.background import Background, likely_first
-from jaxkv.programs.compiled import KINDS, Programs
+from jaxkv.programs.compiled import Programs
+from jaxkv.programs.lowerings import KINDS
 from tiny import SMALL
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv import version
 from jaxkv.programs import executables
-from jaxkv.programs.compiled import Lowering
 from jaxkv.programs.executables import SUFFIX, ProgramFiles
+from jaxkv.programs.lowerings import Lowering
 from jaxkv.programs.step import Newest
 
 RACE = """

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxkv import LLM, BeamSearchParams, SamplingParams
-from jaxkv.programs import compiled
+from jaxkv.programs import lowerings
 from jaxkv.programs.buckets import fit_bucket, row_buckets, token_buckets
 from jaxkv.programs.compiled import Programs
 from jaxkv.programs.compiler_options import compiler_options
@@ -47,7 +47,7 @@ def compilations() -> Iterator[list[float]]:
 
 
 def test_programs_go_with_their_engine(checkpoints, monkeypatch, own):
-    monkeypatch.setattr(compiled, "own", own.__wrapped__)
+    monkeypatch.setattr(lowerings, "own", own.__wrapped__)
     before = len(live_programs())
     for max_num_seqs in (2, 3):
         llm = LLM(
