@@ -44,7 +44,7 @@ from jaxkv.build.options import (
     describe_options,
     takes,
 )
-from jaxkv.build.origin import origin_of
+from jaxkv.build.origin import WeightNames, origin_of
 from jaxkv.build.vllm_arguments import ABSENT_FROM_LLM, absence
 from jaxkv.config import PREFILL, BeamSearchParams, SamplingParams
 from jaxkv.engine.beams import beam_output
@@ -114,6 +114,7 @@ class LLM(PoolingCalls):
         self._engines = [part.make_engine(self._directory) for part in self._parts]
         self._engine, *prefill = self._engines
         self._front = Handover(prefill[0], self._engine) if prefill else self._engine
+        self._weight_names = WeightNames()
         self._intake = self._make_intake()
 
     @classmethod
@@ -474,7 +475,7 @@ class LLM(PoolingCalls):
 
     def identity(self) -> dict[str, Any]:
         """Returns fingerprints of the model and what else its outputs depend on, by which runs of
-        unlike engines are told apart. Cost: reads the first row of every matrix of the weights.
+        unlike engines are told apart. Cost: the device reads the weights, once.
         """
         origin = self._origin(form="")
         template = getattr(self._model.tokenizer, "chat_template", None)
@@ -572,7 +573,9 @@ class LLM(PoolingCalls):
     def _origin(self, form: str) -> Origin:
         """Says what the engine's keys and values are of. Raises: ValueError while it sleeps."""
         self._engine.check_awake()
-        return origin_of(self._model, self._engine.weights, self._blueprint, form)
+        return origin_of(
+            self._model, self._engine.weights, self._blueprint, form, self._weight_names
+        )
 
     def _make_intake(self) -> Intake:
         blueprint = self._blueprint
@@ -584,8 +587,9 @@ class LLM(PoolingCalls):
             origin = self._origin(page_form(self._engine.kv))
             depends_on = [repr(replace(origin, tokenizer=""))]  # pages are of token ids
             if self._model.draft is not None and blueprint.draft is not None:
-                weights = self._model.draft.weights
-                depends_on.append(repr(origin_of(self._model.draft, weights, blueprint.draft, "")))
+                draft, names = self._model.draft, WeightNames()
+                own = origin_of(draft, draft.weights, blueprint.draft, "", names)
+                depends_on.append(repr(own))
         root = root_key(secrets.token_bytes(32) if secret is None else secret, *depends_on)
         engine = self._engine
         return Intake(

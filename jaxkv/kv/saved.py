@@ -34,7 +34,7 @@ T = TypeVar("T")
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """How filesystems say that they have no hard links: FAT, many network and FUSE filesystems."""
 
-FORMAT = 2
+FORMAT = 3
 KEY, BY_TOKEN = "jaxkv", "tokens"
 STORED = ("dtype", "codec", "form", "page_size", "keys")
 """These fields of an `Origin` say how keys and values are stored, not which they are."""

@@ -4,6 +4,7 @@ another model, inserts nothing.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jaxkv
 from families import text_config
@@ -329,12 +331,23 @@ def test_what_the_cache_does_not_keep_is_not_saved_and_short_sessions_are(models
     assert llm.restore(tmp_path / "full").tokens == full.tokens
 
 
-def test_weights_that_differ_are_another_model(models, compile_once, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("embed_tokens", (IDS[3], 0)), ("layers.1.input_layernorm", 7)],
+)
+def test_one_weight_that_differs_makes_another_model(models, compile_once, tmp_path, name, place):
     llm = LLM(models("llama"), **SMALL)
     llm.session({"prompt_token_ids": IDS}).save(tmp_path / "session")
-    make_checkpoint(tmp_path / "other", tiny_config("llama"), seed=9)
+    shutil.copytree(models("llama"), tmp_path / "other")
+    file = tmp_path / "other" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"model.{name}.weight"][place] *= 1.01
+    save_file(tensors, file)
+    other = LLM(tmp_path / "other", **SMALL)
     with pytest.raises(SavedFileError, match="weights"):
-        LLM(tmp_path / "other", **SMALL).restore(tmp_path / "session")
+        other.restore(tmp_path / "session")
+    other.update_weights(load_file(models("llama") / "model.safetensors"))
+    assert other.restore(tmp_path / "session").tokens == tuple(IDS)
 
 
 RUN = """
