@@ -16,7 +16,7 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview], *, sync: bool =
     write it at once leave one of theirs.
 
     sync: it is on the disk when this returns, and survives a power failure.
-    Raises: OSError; what was begun is gone then.
+    Raises: OSError. What was begun is gone then, and behind an interrupt.
     """
     handle, name = tempfile.mkstemp(UNFINISHED, f"{path.stem}.", path.parent)
     try:
@@ -26,6 +26,5 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview], *, sync: bool =
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(name, path)
-    except OSError:
+    finally:
         Path(name).unlink(missing_ok=True)
-        raise

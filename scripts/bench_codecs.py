@@ -18,6 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -59,10 +60,10 @@ def attention(
     if variant == "a quarter read":
         keys = layout.unpack([pages[None]])[0].reshape(num_pages, PAGE, kv_heads, head_dim)
         extremes = jnp.stack([keys.min(axis=1), keys.max(axis=1)], axis=1)
-        store = store.replace(extremes=extremes, num_read=context // PAGE // 4)
+        store = replace(store, extremes=extremes, num_read=context // PAGE // 4)
     if variant in VARIANTS[:2]:
         since: Any = np.zeros(batch, np.int32)
-        tables = tables.replace(since_B=since, focused=variant == VARIANTS[1])
+        tables = replace(tables, since_B=since, focused=variant == VARIANTS[1])
     row_B: Any = np.arange(batch, dtype=np.int32)
     last_B: Any = np.full(batch, context - 1, np.int32)
     counts: Any = (np.ones(batch, np.int32), np.int32(batch), np.int32(batch))

@@ -8,6 +8,7 @@ written, and all parameters where a family's own default is a scaled embedding.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from typing import Any
@@ -60,6 +61,8 @@ def defaults(model_type: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=form).parse_args()
     others = {own: name for name, own in RENAMED.items()}
     names = {own: own if own in CONFIG_MAPPING else others.get(own) for own in FAMILIES}
     known = {own: defaults(name) for own, name in names.items() if name in CONFIG_MAPPING}

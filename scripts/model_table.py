@@ -41,6 +41,7 @@ from jaxkv.ops.attention import BACKENDS, Needs
 from jaxkv.programs import compiler_options
 from jaxkv.testing import model_of
 from parity import (
+    NUM_NEW,
     RECURRENT,
     TOLERANCE,
     expected_tokens,
@@ -55,7 +56,7 @@ JAX = f"jax {metadata.version('jax')}"
 COLUMNS = ("logits", "tokens", "cached", "int8 pages", "2 devices", "TPU kernels", "GPU kernels")
 VERSION = "transformers"
 """The column with the version of the other side."""
-GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 1}
+GREEDY = {"temperature": 0.0, "max_tokens": NUM_NEW, "ignore_eos": True, "logprobs": 1}
 
 
 NOT_READ = {
@@ -87,7 +88,7 @@ class Case:
         self.model = make_hf_model(torch, hf_config(variant), directory)
         self.llm = tiny_llm(directory)
         self.llm_spec = model_of(self.llm).spec
-        self.want = expected_tokens(torch, self.model)
+        self.want = expected_tokens(torch, self.model, NUM_NEW)
 
     def check(self, column: str) -> str:
         """Returns what stands in a column: "yes", a figure, or the reason."""
