@@ -94,6 +94,9 @@ class Stored:
         if self.table is not None and self.table.shape != (16,):
             raise ValueError(f"expected a table of 16 numbers, got {list(self.table.shape)}")
 
+    @np.errstate(
+        over="ignore", invalid="ignore"
+    )  # what is not finite is named when it is looked at
     def weight(self) -> npt.NDArray[np.float32]:
         """Computes the weight."""
         values = from_pairs(self.values) if self.values.dtype == np.uint8 else self.values
@@ -113,6 +116,7 @@ class Stored:
             return x_FG
         return np.repeat(x_FG, self.block, axis=1)[:, : self.shape[1]]
 
+    @np.errstate(over="ignore", invalid="ignore")
     def packed(self, packing: Packing, part: Part | None) -> dict[str, npt.NDArray[Any]]:
         """Returns its arrays, or those of a part of its rows, as `packing` has them."""
 

@@ -409,3 +409,14 @@ def test_parts_that_do_not_fit_together_are_named(tmp_path, case, last, change):
     save_file(tensors, small / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: expected"):
         loaded(small)
+
+
+@pytest.mark.parametrize(("case", "value"), [("gptq-act-order", 1e38), ("gptq", np.nan)])
+def test_what_makes_no_finite_weight_is_named_without_a_warning(tmp_path, case, value):
+    small, _ = quantised(tmp_path, case)
+    tensors = tensors_of(small)
+    name = "model.layers.0.mlp.up_proj.scales"
+    tensors[name] = np.full_like(tensors[name], value)
+    save_file(tensors, small / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight: expected finite values"):
+        loaded(small)
