@@ -63,7 +63,7 @@ NOT_READ = {
     "attention that chooses among keys by an index, in other forms than DeepSeek-V3.2": (
         "dots3_note"
     ),
-    "layers that run more than once, or share weights": "dory, hrm_text, zamba, zamba2",
+    "layers that run more than once, or share weights": "dory, hrm_text, zamba",
     "other recurrences": "rwkv, xlstm",
     "experts in attention": "jetmoe",
     "two softmaxes, or masks that are computed": "diffllama, doge",

@@ -210,7 +210,8 @@ def stored(spec: ModelSpec, layout: Layout) -> dict[str, Leaf]:
         own = [leaf for leaf in leaves if leaf.stack == stack_name(kind)]
         for place in range(len(spec.layers_of(kind))):
             for leaf in own:
-                count = len(leaf.sources) // len(spec.layers_of(kind))
+                # Of what layers share there are fewer.
+                count = max(1, len(leaf.sources) // len(spec.layers_of(kind)))
                 for source in leaf.sources[place * count : (place + 1) * count]:
                     found[source] = leaf.one
     return found

@@ -63,7 +63,7 @@ def forward(
     x_TD = normed(x_TD, weights, "embed_norm", spec)
     x_TD = jnp.where(batch.is_row_T[:, None], x_TD, 0)  # nothing is multiplied with rows of zeros
     own_LTP = _per_layer(weights, batch.token_T, x_TD, spec) if "own_embed" in weights else None
-    layers = Layers(weights, kv, batch, attend, own_LTP, spec=spec, axis=axis)
+    layers = Layers(weights, kv, batch, attend, own_LTP, x_TD, spec=spec, axis=axis)
     # The pools are carried whole, with the layer's number beside them: as scan xs/ys they would be
     # copied (7.25 GiB against 0.1 MiB of temporaries for a 7 GiB pool, compiled for v5e).
     with jax.named_scope("layers"):  # by which `jaxkv check` knows the loop in a compiled program

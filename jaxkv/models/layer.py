@@ -42,7 +42,14 @@ from jaxkv.ops.layers import (
 from jaxkv.ops.matrices import values
 from jaxkv.ops.recurrent import Rows
 from jaxkv.ops.rotation import Rotation, apply_rope
-from jaxkv.weights.tree import EXPERT, TOKEN_EXPERTS, Weights, layer_weights, num_adapters
+from jaxkv.weights.tree import (
+    EXPERT,
+    TOKEN_EXPERTS,
+    Weights,
+    layer_weights,
+    num_adapters,
+    stack_name,
+)
 
 GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
 
@@ -56,8 +63,8 @@ Mix = Callable[[jax.Array, Weights, Held, jax.Array], Carry]
 class Layers:
     """Runs the layers of one step by their number.
 
-    own_LTP: what each layer gets of the tokens beside the stream, None for nothing. axis: as in
-    `decoder.forward`.
+    own_LTP: what each layer gets of the tokens beside the stream, None for nothing. embedded_TD:
+    what comes into the first layer. axis: as in `decoder.forward`.
     """
 
     def __init__(
@@ -67,11 +74,13 @@ class Layers:
         batch: Batch,
         attend: PagedAttention,
         own_LTP: jax.Array | None,
+        embedded_TD: jax.Array,
         *,
         spec: ModelSpec,
         axis: str | None,
     ) -> None:
         self._weights, self._spec, self._axis = weights, spec, axis
+        self._embedded_TD = embedded_TD
         self._kv, self._batch = kv, batch
         self._attend, self._own_LTP = attend, own_LTP
         contexts, growth_C = _contexts(kv, batch), weights.get("rope_growth")
@@ -119,6 +128,8 @@ class Layers:
         cutoff = cutoffs[kind] if cutoffs else None
         if spec.scales.hyper is not None:
             return self._between_streams(layers, mix)
+        if "ahead_norm" in self._weights[stack_name(kind)]:
+            return self._behind_block(layers)
 
         def run(x_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             h_TD = normed(x_TD, w, "attn_norm", spec)
@@ -163,17 +174,29 @@ class Layers:
 
         return run
 
+    def _behind_block(self, layers: Sequence[int]) -> Mix:
+        """Returns what runs a recurrence behind attention and feed-forward, which take the stream
+        side by side with the embeddings, and whose result only the recurrence sees. Source: Zamba,
+        arXiv 2405.16712, section 2.
+        """
+        spec, attend, (mix,) = self._spec, self._attention(layers), self._recurrences(layers)
+
+        def run(x_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
+            both_TX = jnp.concatenate([x_TD, self._embedded_TD], axis=1)
+            out_TD, held = attend(normed(both_TX, w, "ahead_norm", spec), w, held, number)
+            h_TD = normed(out_TD, w, "mlp_norm", spec)
+            out_TD = linear(self._feed_forward(out_TD, h_TD, w, None, number), w["ahead_out"])
+            mixed_TD, held = mix(normed(x_TD + out_TD, w, "attn_norm", spec), w, held, number)
+            return x_TD + mixed_TD, held
+
+        return run
+
     def _mix(self, layers: Sequence[int]) -> Mix:
         """Returns what mixes tokens in any of these layers: attention, a recurrence, both side by
         side, which are added up, or nothing.
         """
-        mixers = []
-        if self._spec.has_attention(layers[0]):
-            mixers.append(self._attention(layers))
-        for number_of in self._spec.states_of(layers[0]):
-            mixer = self._spec.states[number_of].mixer
-            if not isinstance(mixer, (Compressor, Ngrams)):
-                mixers.append(self._recurrence(number_of, mixer))
+        mixers = [self._attention(layers)] if self._spec.has_attention(layers[0]) else []
+        mixers += self._recurrences(layers)
 
         def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             found = []
@@ -252,6 +275,15 @@ class Layers:
             return linear_over(out_TF, w["o"], w.get("o_bias"), axis=self._axis), held
 
         return attend
+
+    def _recurrences(self, layers: Sequence[int]) -> list[Mix]:
+        """Lists what mixes tokens by recurrent states in any of these layers."""
+        states = [(one, self._spec.states[one].mixer) for one in self._spec.states_of(layers[0])]
+        return [
+            self._recurrence(number_of, mixer)
+            for number_of, mixer in states
+            if not isinstance(mixer, (Compressor, Ngrams))
+        ]
 
     def _recurrence(self, number_of: int, mixer: Mixer) -> Mix:
         """Returns what mixes tokens by these recurrent states in any of the layers that have

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxkv.axes import Array
 from jaxkv.ops.adapters import Adapted
-from jaxkv.ops.matrices import AnyMatrix, Matrix, Packed, dot
+from jaxkv.ops.matrices import AnyMatrix, Matrix, Packed, Summed, dot
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -50,7 +50,7 @@ TILE_ROWS = 8
 """Rows that XLA:CPU takes at once of a matrix that it multiplies with a vector."""
 
 
-def linear(x_TD: Array, w: AnyMatrix | Adapted, bias_F: Array | None = None) -> Array:
+def linear(x_TD: Array, w: AnyMatrix | Summed | Adapted, bias_F: Array | None = None) -> Array:
     """Computes x @ w.T + bias with a float32 result.
 
     The weight keeps the checkpoint's [out, in] layout. Asking for a float32 result is what makes
@@ -60,6 +60,8 @@ def linear(x_TD: Array, w: AnyMatrix | Adapted, bias_F: Array | None = None) -> 
     """
     if isinstance(w, Adapted):
         return w.added_to(linear(x_TD, w.base, bias_F), x_TD)
+    if isinstance(w, Summed):
+        return linear(x_TD, w.base, bias_F) + linear(linear(x_TD, w.down), w.up)
     x_TD, num_tokens = x_TD.astype(w.dtype), x_TD.shape[0]
     if w.num_rows == 1:  # as in `total`
         x_TD = jnp.pad(x_TD, ((0, -num_tokens % TILE_ROWS), (0, 0)))

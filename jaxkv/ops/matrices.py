@@ -252,6 +252,36 @@ class Packed:
         return numbers[0]
 
 
+@pytree
+class Summed:
+    """A weight [F, D] and the product of two more, [F, X] and [X, D], that is added to it."""
+
+    base: Matrix | Packed
+    down: Matrix | Packed
+    up: Matrix | Packed
+
+    @property
+    def num_rows(self) -> int:
+        return self.base.num_rows
+
+    @property
+    def num_columns(self) -> int:
+        return self.base.num_columns
+
+    @property
+    def column_unit(self) -> int:
+        return self.base.column_unit
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.base.dtype
+
+    def dot(self, x_TD: Array, start: int | Array, num_rows: int) -> Array:
+        """Multiplies with so many rows: [T, num_rows] float32."""
+        y_TX = self.down.dot(x_TD, 0, self.down.num_rows)
+        return self.base.dot(x_TD, start, num_rows) + self.up.dot(y_TX, start, num_rows)
+
+
 AnyMatrix = Matrix | Packed
 
 

@@ -82,11 +82,12 @@ class Adapter:
 
 def adapted_leaves(spec: ModelSpec, layout: Layout) -> list[TreeLeaf]:
     """Lists the matrices that adapters may be added to: linear maps of the layers that each are a
-    module of the checkpoint or some rows of one, but for experts and what chooses them.
+    module of the checkpoint or some rows of one, but for experts, what chooses them, and what
+    layers share.
     """
 
     def can_be(leaf: TreeLeaf) -> bool:
-        is_alone = leaf.one.num_sources == leaf.one.num_experts == 1
+        is_alone = leaf.one.num_sources == leaf.one.num_experts == 1 and not leaf.one.num_shared
         is_alone = is_alone and not leaf.name.startswith((EXPERT, "router"))
         return is_matrix(leaf) and is_alone and leaf.one.source.endswith(".weight")
 

@@ -4,9 +4,10 @@
 Each kind of tensor of the layers is one stacked leaf with the layers in front, whatever KV groups
 the layers are in, so that one body, compiled once, runs them all. Those of experts have both in
 front, [L, E, ...]: with one axis for both, which may be a multiple of 128 where no other is, a TPU
-would by default lay neighbouring experts side by side, and copy all of them to read one. Everybody
-else asks here: loaders which leaves there are and what they are made of, the decoder for the
-weights of one layer.
+would by default lay neighbouring experts side by side, and copy all of them to read one. Of what
+layers share (`Leaf.num_shared`) a stack has fewer than there are layers of its kind, which take
+turns with it. Everybody else asks here: loaders which leaves there are and what they are made of,
+the decoder for the weights of one layer.
 
 A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`). A quantised leaf `q` is
 values with `q_scales` beside it, and maybe `q_zeros`, `q_table` and `q_factor`
@@ -32,6 +33,7 @@ from jaxkv.ops.matrices import (
     HeadMatrices,
     Matrix,
     Packed,
+    Summed,
     Table,
     Vectors,
     values,
@@ -62,6 +64,11 @@ and [L, A, F, X] for A adapters of rank X at most.
 """
 
 ADAPTERS = (ADAPTER_DOWN, ADAPTER_UP)
+
+LOW_DOWN, LOW_UP = "low_down_", "low_up_"
+"""These precede the name of a matrix that layers share in the names of the product of low rank that
+each layer adds to it, [L, X, D] and [L, F, X].
+"""
 
 
 class TreeLeaf(NamedTuple):
@@ -114,12 +121,17 @@ def tree_leaves(spec: ModelSpec, layout: Layout) -> list[TreeLeaf]:
 
 def _stacked(name: str, leaf: Leaf, kind: int, layers: Sequence[int]) -> TreeLeaf:
     num_named = leaf.num_experts if "{expert}" in leaf.source else leaf.num_sources
+    turn = leaf.num_shared or len(layers)
+    count = len(layers) if "{use}" in leaf.source else min(turn, len(layers))
+    named = [(use, layers[use % turn]) for use in range(count)]
     sources = tuple(
-        leaf.source.format(layer=layer, pair=layer // 2, half=layer % 2, head=number, expert=number)
-        for layer in layers
+        leaf.source.format(
+            layer=layer, pair=layer // 2, half=layer % 2, head=number, expert=number, use=use
+        )
+        for use, layer in named
         for number in range(num_named)
     )
-    front = (len(layers), leaf.num_experts) if name.startswith(EXPERT) else (len(layers),)
+    front = (count, leaf.num_experts) if name.startswith(EXPERT) else (count,)
     return TreeLeaf(name, leaf, sources, (*front, *leaf.info.shape), stack_name(kind))
 
 
@@ -244,13 +256,17 @@ def layer_weights(
 ) -> dict[str, Any]:
     """Returns the weights of one layer of a kind, counted among those, by name: vectors and numbers
     as values, matrices as `Matrix` or `Packed`, which stay in their stack until a matmul reads
-    them, and tables as `Table`; those of experts still of all of the layer's (`of_expert`).
+    them, and tables as `Table`; those of experts still of all of the layer's (`of_expert`). What
+    layers share comes with what this one adds to it.
     adapters: those of the step's tokens, which are added to matrices that have some.
     """
     stack = weights[stack_name(kind)]
     dtype = Matrix(weights["embed"]).dtype
+    num_layers = max(leaf.shape[0] for leaf in stack.values())
 
-    def of_layer(name: str, leaf: Array) -> Array | AnyMatrix | HeadMatrices | Table | Vectors:
+    def of_layer(
+        name: str, leaf: Array, layer: Array
+    ) -> Array | AnyMatrix | HeadMatrices | Table | Vectors:
         is_expert = name.startswith(EXPERT)
         for suffix in (SCALES, DYNAMIC):
             if (scales := stack.get(name + suffix)) is not None:
@@ -268,7 +284,12 @@ def layer_weights(
     found: dict[str, Any] = {}
     for name, leaf in stack.items():
         if base_name(name) == name and not name.startswith(ADAPTERS):
-            own: Any = of_layer(name, leaf)
+            size = leaf.shape[0]
+            own: Any = of_layer(name, leaf, layer if size == num_layers else layer % size)
+            if LOW_UP + name in stack:
+                names = (LOW_DOWN + name, LOW_UP + name)
+                low_rank: list[Any] = [of_layer(one, stack[one], layer) for one in names]
+                own = Summed(own, *low_rank)
             if adapters is not None and ADAPTER_UP + name in stack:
                 down, up = stack[ADAPTER_DOWN + name], stack[ADAPTER_UP + name]
                 own = Adapted(own, down, up, layer, adapters)

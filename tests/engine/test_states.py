@@ -34,6 +34,7 @@ VARIANTS = {  # with the bytes of one row's state
     "mamba2": 3 * (12 * 8 * 16 + (12 * 8 + 2 * 2 * 16) * 3) * 4,  # without any attention
     "granitemoehybrid": 2 * (12 * 8 * 16 + (12 * 8 + 2 * 16) * 3) * 4,  # Mamba2
     "nemotron_h": (12 * 8 * 16 + (12 * 8 + 2 * 2 * 16) * 3) * 4,  # beside layers without any mixer
+    "zamba2": 5 * (12 * 8 * 16 + (12 * 8 + 2 * 2 * 16) * 3) * 4,  # behind blocks that layers share
     "qwen3_next": 3 * (4 * 8 * 12 + (2 * 2 * 8 + 4 * 12) * 3) * 4,  # the gated delta rule
     # Beside the delta rule n-grams of up to 4 tokens, and inputs of a dilated convolution.
     "qwen4_exp_text": 2 * (4 * 8 * 12 + (2 * 2 * 8 + 4 * 12) * 3 + 3 * 3 + 3 * 48 * 2 * 4) * 4,

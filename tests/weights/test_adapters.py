@@ -237,7 +237,17 @@ def test_a_digest_stands_for_what_is_computed(base, tmp_path):
 
 @pytest.mark.parametrize(
     "variant",
-    ["llama", "phi3", "gpt2", "gpt_neox", "falcon-new", "longcat_flash", "gemma4_text", "axk2"],
+    [
+        "llama",
+        "phi3",
+        "gpt2",
+        "gpt_neox",
+        "falcon-new",
+        "longcat_flash",
+        "gemma4_text",
+        "axk2",
+        "zamba2",
+    ],
 )
 def test_arrays_are_what_merged_weights_have_more(tmp_path, variant):
     """Of families whose tensors hold several matrices, are transposed or of unlike layers too."""

@@ -80,7 +80,10 @@ class Leaf:
     checkpoint, it is left out of the tree. `part`: it is a part of the tensor only. `num_sources`:
     it is so many tensors one behind the other, by `{head}`. `num_experts`: a layer has so many of
     these arrays, by `{expert}` or all in one tensor. `pieces`: what the tensors with its rows are
-    called, by `{number}` from 0 on, in a checkpoint that has no `source`.
+    called, by `{number}` from 0 on, in a checkpoint that has no `source`. `num_shared`: the layers
+    of a kind take turns with so many modules, which are under the name of the first layer of each
+    turn; the array is one for all of these, unless `{use}` counts the layers of the kind. 0: each
+    has its own.
     """
 
     source: str
@@ -90,6 +93,7 @@ class Leaf:
     num_sources: int = 1
     num_experts: int = 1
     pieces: str | None = None
+    num_shared: int = 0
 
     @property
     def stored_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,60 @@
+"""What layers share is on the device once, and does what a copy for each of them would do."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import families
+from adapters import make_adapter
+from families import hf_config, make_hf_model
+from jaxkv.errors import CheckpointError
+from jaxkv.models.families import read_config, read_family
+from jaxkv.placement import place
+from jaxkv.testing import model_of
+from jaxkv.weights.adapters import read_adapter
+from jaxkv.weights.tree import LOW_DOWN, tree_leaves
+from parity import logits_of, prompts, tiny_llm, torch
+from tiny import make_checkpoint
+
+__all__ = ["torch"]
+
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
+
+LAYERS, HYBRID = 3, "layers_1"
+
+
+def test_the_tree_has_as_many_numbers_as_transformers_has_parameters(torch, tmp_path):
+    model = make_hf_model(torch, hf_config("zamba2"), tmp_path)
+    spec, layout = read_family(read_config(tmp_path))
+    leaves = [leaf for leaf in tree_leaves(spec, layout) if leaf.one.same_as is None]
+    (twice,) = [leaf for leaf in leaves if leaf.name == f"{LOW_DOWN}gate"]  # it is `up`'s, too
+    count = sum(int(np.prod(leaf.shape)) for leaf in leaves) - int(np.prod(twice.shape))
+    assert count == sum(one.numel() for one in model.parameters())
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "int8_dynamic"])
+def test_a_copy_for_each_layer_says_the_same(tmp_path, quantization):
+    path = make_checkpoint(tmp_path, families.text_config("zamba2") | {"adapter_rank": 16})
+    llm = tiny_llm(path, quantization=quantization)
+    weights = model_of(llm).weights
+    turns = np.arange(LAYERS) % 2
+    own = {
+        name: leaf if leaf.shape[0] == LAYERS else leaf[turns]
+        for name, leaf in weights[HYBRID].items()
+    }
+    assert own["q"].shape[0] == LAYERS > weights[HYBRID]["q"].shape[0]
+    copied = logits_of(llm, prompts(), weights={**weights, HYBRID: own})
+    for got, want in zip(logits_of(llm, prompts()), copied, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_an_adapter_of_what_layers_share_is_refused_by_name(tmp_path):
+    path = make_checkpoint(tmp_path / "base", families.text_config("zamba2"))
+    module = "model.layers.1.shared_transformer.self_attn.q_proj"
+    adapter = make_adapter(tmp_path / "adapter", path, targets=(module,))
+    spec, layout = read_family(read_config(path))
+    placement = place(spec, layout, jax.devices())
+    with pytest.raises(CheckpointError, match=rf"expected LoRA of .*, got tensor '.*{module}"):
+        read_adapter(adapter, spec, layout, placement, rank=8, dtype="float32")
