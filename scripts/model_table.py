@@ -63,7 +63,7 @@ NOT_READ = {
     "attention that chooses among keys by an index, in other forms than DeepSeek-V3.2": (
         "dots3_note"
     ),
-    "layers that run more than once, or share weights": "dory, hrm_text, zamba",
+    "layers that run more than once, or share weights": "dory, hrm_text",
     "other recurrences": "rwkv, xlstm",
     "experts in attention": "jetmoe",
     "two softmaxes, or masks that are computed": "diffllama, doge",
@@ -159,7 +159,8 @@ class Case:
         sizes = {key: size for key, size in sizes.items() if size is not None}
         own = read_family(ConfigReader(config, "config.json"))[0]
         tiny = config.get("text_config", config)
-        full = {key: one for key, one in tiny.items() if key not in unset or "num_" not in key}
+        made = {key for key in unset if "num_" in key or key.startswith("attention_h")}
+        full = {key: one for key, one in tiny.items() if key not in made}
         full |= {"head_dim": None, **sizes}
         count = sizes.get("num_hidden_layers", sizes.get("n_layer", 0))
         listed = {

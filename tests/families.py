@@ -273,6 +273,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.9, "embedding_multiplier": 1.4}
     | {"lm_head_multiplier": 0.6},
     "falcon_h1-plain": HEAD | MAMBA2 | {"mamba_d_ssm": 96},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ZAMBA[:4], "num_key_value_heads": 6}
+    | {"n_mamba_heads": 2, "mamba_dt_rank": 5, "mamba_d_state": 8, "tie_word_embeddings": True},
     "zamba2": {"num_hidden_layers": 5, "layers_block_type": ZAMBA, "num_key_value_heads": 6}
     | {"num_mem_blocks": 2, "use_mem_rope": True, "use_shared_attention_adapter": True}
     | {"adapter_rank": 10, "n_mamba_heads": 12, "mamba_ngroups": 2, "mamba_d_state": 16}
@@ -905,6 +907,6 @@ def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nda
     is_table = "embed" in name or "wte" in name or "wpe" in name
     # Where nothing is added to the stream between a block's norms, float32 and float64 differ by
     # 1e-2 of the logits' deviation with larger ones in transformers itself.
-    factor = 0.8 if "shared_transformer" in name else 4.0 if is_table else 2.0
+    factor = 0.8 if "shared_transf" in name else 4.0 if is_table else 2.0
     scale = 0.3 if len(shape) == 1 else fan_in**-0.5 * factor
     return rng.normal(0.0, scale, shape).astype(np.float32)

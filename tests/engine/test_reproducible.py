@@ -198,6 +198,7 @@ FAMILIES = {
     "granitemoehybrid": {},
     "mamba": {"state_size": 16},
     "jamba": {"mamba_d_state": 16},
+    "zamba": {"mamba_d_state": 16, "mamba_dt_rank": 16},
     "zamba2": {"adapter_rank": 16},
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 16, "num_local_experts": 16},
     "qwen3_next": HEADS | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},

@@ -77,6 +77,7 @@ QUICK = {
     "qwen3_next",  # a recurrence beside gated attention, experts
     "stablelm-parallel",  # a tensor for each head
     "xglm",  # sines of positions
+    "zamba",  # Mamba by heads
     "zamba2",  # blocks that layers share, whose result only a recurrence sees
 }
 """One variant for each mechanism."""

@@ -285,6 +285,7 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("laguna", {"partial_rotary_factor": 0.5, "rope_parameters": None}),
         ("nemotron_h", {"mamba_dt_min": 0.1, "mamba_n_groups": 3, "mamba_conv_bias": False}),
         ("recurrent_gemma", {"head_dim": None}),
+        ("zamba", {"mamba_dt_rank": "auto", "attention_head_dim": 16}),
         ("zamba2", {"layers_block_type": ["mamba", "hybrid", "hybrid", "mamba", "hybrid"]}),
         ("zamba2-plain", {"use_long_context": True, "num_key_value_heads": None}),
         ("kimi_linear", {"num_experts_per_tok": 2, "norm_topk_prob": False}),  # other names
@@ -749,6 +750,9 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("molmo2_text", "rope_scaling_layers", ["0"], "a list of whole numbers"),
         ("qwen3_omni_moe_text", "use_sliding_window", True, r"False \(not built\)"),
         ("axk2", "q_lora_rank", None, "a whole number"),
+        ("zamba", "n_mamba_heads", 5, "a divisor of the 96 channels"),
+        ("zamba", "attention_hidden_size", 48, r"96 \(not built\)"),
+        ("zamba", "attention_head_dim", 8, r"16 \(not built\)"),
         ("zamba2", "tie_word_embeddings", False, r"True \(not built\)"),
         ("zamba2", "num_attention_heads", 7, "a divisor of 2 \\* hidden_size=96"),
         ("axk2", "topk_group", None, "a number, as n_group is one"),

@@ -86,8 +86,9 @@ A_XN = -np.exp(np.random.default_rng(1).normal(size=(X, Y)))
 def selective_reference(tokens: Selected) -> np.ndarray:
     state, found = np.zeros((X, Y)), []
     for delta, x, b, c in zip(*tokens, strict=True):
+        b, c = (np.repeat(one, X // len(one), axis=0) for one in (b, c))
         state = np.exp(delta[:, None] * A_XN) * state + (delta * x)[:, None] * b
-        found.append(state @ c)
+        found.append((state * c).sum(axis=1))
     return np.array(found)
 
 
@@ -101,11 +102,12 @@ def diagonal_case(rng, count):
     return Diagonal(), tokens, diagonal_reference(tokens)
 
 
-def selective_case(rng, count):
+def selective_case(rng, count, parts=()):
     step = np.exp(rng.normal(-1, 2, (count, X)))
-    rest = (rng.normal(size=(count, size)) for size in (X, Y, Y))
+    rest = (rng.normal(size=(count, *size)) for size in ((X,), (*parts, Y), (*parts, Y)))
     tokens = Selected(step, *rest)
-    return Selective(jnp.asarray(A_XN, jnp.float32)), tokens, selective_reference(tokens)
+    each = tokens if parts else tokens._replace(b=tokens.b[:, None], c=tokens.c[:, None])
+    return Selective(jnp.asarray(A_XN, jnp.float32)), tokens, selective_reference(each)
 
 
 RULES = {
@@ -114,6 +116,7 @@ RULES = {
     "ssd": (linear_case, (HEADS, X, Y)),
     "rg_lru": (diagonal_case, (X,)),
     "selective": (selective_case, (X, Y)),
+    "selective by parts": (lambda *of: selective_case(*of, parts=(2,)), (X, Y)),
 }
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxkv.models.recurrent.mixer import StateArray
 from jaxkv.ops.layers import linear, linear_over, rms_norm
+from jaxkv.ops.matrices import HeadMatrices
 from jaxkv.ops.recurrent import Rows, Selected, Selective, run, short_conv
 
 
@@ -23,7 +24,8 @@ class Mamba:
 
     rank: columns of the matrix that makes step sizes. width: tokens that the convolution sees.
     norm_eps: of norms of what makes step sizes, is written and read, where there are such norms,
-    with weights if they have tensors; None: there are none.
+    with weights if they have tensors; None: there are none. Where what makes these is by head, each
+    part of the channels has its own (Zamba).
     """
 
     channels: int
@@ -53,14 +55,24 @@ class Mamba:
         x_TX, tails = short_conv(x_TX, kernel_XK, tails, rows, w.get("scan_conv_bias"))
         x_TX = jax.nn.silu(x_TX)
         ends = (self.rank, self.rank + self.state_dim)
-        parts = jnp.split(linear_over(x_TX, w["scan_rest"], None, axis=axis), ends, axis=1)
+        rest, steps = w["scan_rest"], w["scan_dt"]
+        is_by_head = isinstance(rest, HeadMatrices)  # each device has all of some heads
+        if is_by_head:
+            rest_T = rest.dot(x_TX.reshape(x_TX.shape[0], rest.num_heads, -1))
+        else:
+            rest_T = linear_over(x_TX, rest, None, axis=axis)
+        parts = jnp.split(rest_T, ends, axis=-1)
         names = ("scan_dt_norm", "scan_b_norm", "scan_c_norm")
-        dt_TR, b_TN, c_TN = (
+        dt, b, c = (
             self._normed(part, w.get(name)) for part, name in zip(parts, names, strict=True)
         )
-        step_TX = jax.nn.softplus(linear(dt_TR, w["scan_dt"], w["scan_step"]))
+        if is_by_head:
+            step_TX = steps.dot(dt).reshape(x_TX.shape) + w["scan_step"][None]
+        else:
+            step_TX = linear(dt, steps, w["scan_step"])
+        step_TX = jax.nn.softplus(step_TX)
         rate_XN = jnp.exp(w["scan_rate"].astype(jnp.float32)).reshape(-1, self.state_dim)
-        tokens = Selected(delta=step_TX, x=x_TX, b=b_TN, c=c_TN)
+        tokens = Selected(delta=step_TX, x=x_TX, b=b, c=c)
         y_TX, kept = run(Selective(-rate_XN), tokens, kept, rows)
         y_TX += w["scan_skip"].astype(jnp.float32)[None] * x_TX
         y_TX *= jax.nn.silu(z_TX)

@@ -53,7 +53,7 @@ class Diagonal:
 
 class Selected(NamedTuple):
     """Holds a step size and a value per channel [T, X], and what the token writes to and reads of
-    the N numbers of each channel, b and c [T, N].
+    the N numbers of each channel, b and c [T, N], or [T, J, N] for J equal parts of the channels.
     """
 
     delta: Array
@@ -75,14 +75,22 @@ class Selective:
 
     def _gains(self, tokens: Selected) -> tuple[Array, Array]:
         decay = rounded(tokens.delta[:, :, None] * self.a_XN[None])
-        return decay, (tokens.delta * tokens.x)[:, :, None] * tokens.b[:, None, :]
+        return decay, (tokens.delta * tokens.x)[:, :, None] * self._of_channels(tokens.b)
 
     def step(self, state_R: Array, tokens: Selected) -> tuple[Array, Array]:
         decay, gain = self._gains(tokens)
         # Not computed again for y, where XLA:CPU may round it otherwise than what is stored.
         state_R = jax.lax.optimization_barrier(jnp.exp(decay) * state_R + rounded(gain))
-        return state_R, total_over(rounded(state_R * tokens.c[:, None, :]), 2)
+        return state_R, total_over(rounded(state_R * self._of_channels(tokens.c)), 2)
 
     def block(self, state: Array, tokens: Selected) -> tuple[Array, Array]:
         state_C = _advance(state, *self._gains(tokens))
+        if tokens.c.ndim == 3:
+            return state_C[-1], einsum("txn,txn->tx", state_C, self._of_channels(tokens.c))
         return state_C[-1], einsum("txn,tn->tx", state_C, tokens.c)
+
+    def _of_channels(self, y: Array) -> Array:
+        """Returns what is for all channels, or for each part of them, as [T, 1 or X, N]."""
+        if y.ndim == 2:
+            return y[:, None, :]
+        return jnp.repeat(y, self.a_XN.shape[0] // y.shape[1], axis=1)
