@@ -14,6 +14,8 @@ from jaxkv.models.families import read_config, read_family
 from jaxkv.placement import place
 from jaxkv.testing import model_of
 from jaxkv.weights.adapters import read_adapter
+from jaxkv.weights.load import load_weights
+from jaxkv.weights.orbax import convert, load_converted
 from jaxkv.weights.tree import LOW_DOWN, tree_leaves
 from parity import logits_of, prompts, tiny_llm, torch
 from tiny import make_checkpoint
@@ -48,6 +50,18 @@ def test_a_copy_for_each_layer_says_the_same(tmp_path, quantization):
     copied = logits_of(llm, prompts(), weights={**weights, HYBRID: own})
     for got, want in zip(logits_of(llm, prompts()), copied, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_a_converted_model_has_what_layers_share_once_too(tmp_path):
+    source = make_checkpoint(tmp_path / "in", families.text_config("zamba2"))
+    num_bytes = convert(source, tmp_path / "out", dtype="float32")
+    spec, layout = read_family(read_config(source))
+    want, got = (
+        read(tmp_path / name, spec, layout, dtype="float32")
+        for name, read in (("in", load_weights), ("out", load_converted))
+    )
+    assert num_bytes == sum(one.nbytes for one in jax.tree.leaves(want))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_an_adapter_of_what_layers_share_is_refused_by_name(tmp_path):
