@@ -20,17 +20,18 @@ class WeightNames:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[weakref.ref[jax.Array], str] | None = None
+        self._last: tuple[list[weakref.ref[jax.Array]], str] = [], ""
+        """The arrays, which are not kept for this, and their name."""
 
     def of(self, weights: Weights) -> str:
         """Returns the name. Cost: the device reads the weights once."""
         named = jax.tree_util.tree_leaves_with_path(weights)
         leaves = [leaf for path, leaf in named if path[-1] != jax.tree_util.DictKey("k_affine")]
-        last = self._last
-        if last is not None and last[0]() is leaves[0]:
-            return last[1]
-        name = fingerprint([np.asarray(x).tobytes() for x in digests(leaves)])
-        self._last = weakref.ref(leaves[0]), name  # which keeps no weights that are replaced
+        last, name = self._last
+        # All of them: an update may replace a few.
+        if len(last) != len(leaves) or any(x() is not y for x, y in zip(last, leaves, strict=True)):
+            name = fingerprint([np.asarray(x).tobytes() for x in digests(leaves)])
+            self._last = [weakref.ref(x) for x in leaves], name
         return name
 
 
