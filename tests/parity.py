@@ -123,7 +123,7 @@ def logits_of(llm: LLM, sequences: list[list[int]], *, weights: Any = None) -> l
     return np.split(np.asarray(logits_TV), np.cumsum(lengths)[:-1])
 
 
-def expected_tokens(torch: Any, model: Any, count: int) -> list[list[int]]:
+def expected_tokens(torch: Any, model: Any, count: int = NUM_NEW) -> list[list[int]]:
     options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
     return [
         model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts()

@@ -106,6 +106,7 @@ def test_a_row_of_2048_tokens_holds_window_chunk_and_a_page(dense, monkeypatch):
     assert figures(generate(whole, [prompt])[0]) == figures(output)
 
 
+@tables_of_their_own
 def test_it_is_what_a_dense_decoder_computes(llm, dense):
     prompts = [prompt_of(300), prompt_of(90, seed=1), prompt_of(20, seed=2)]
     for prompt, output in zip(prompts, generate(llm, prompts), strict=True):
@@ -117,6 +118,7 @@ def test_it_is_what_a_dense_decoder_computes(llm, dense):
                 assert found.logprob == pytest.approx(want[token], abs=1e-4)
 
 
+@tables_of_their_own
 def test_a_hit_is_a_miss_to_the_bit_and_takes_the_window_only(dense):
     pages = 60 if None not in dense.windows else 3 * 20 + 66
     llm = new_llm(dense, deterministic=True, num_gpu_blocks_override=pages)

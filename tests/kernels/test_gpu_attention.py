@@ -144,19 +144,19 @@ def check(seed: int, shape: Shape, **options: int) -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("shape", some(DECODE, DECODE[2], *DECODE[4:]), ids=str)
+@pytest.mark.parametrize("shape", some(DECODE, DECODE[2], DECODE[4]), ids=str)
 def test_decode_batches_equal_float64_with_copies_and_races_modelled(shape):
     check(DECODE.index(shape), replace(shape, decode_only=True))
 
 
 @needs_interpreter
-@pytest.mark.parametrize("shape", some(MIXED, MIXED[1], *MIXED[3:]), ids=str)
+@pytest.mark.parametrize("shape", some(MIXED, *MIXED[3:]), ids=str)
 def test_mixed_batches_equal_float64_with_copies_and_races_modelled(shape):
     check(MIXED.index(shape), shape)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("shape", some(QUANTISED, QUANTISED[0], QUANTISED[2]), ids=str)
+@pytest.mark.parametrize("shape", some(QUANTISED, QUANTISED[2]), ids=str)
 def test_quantised_pages_equal_what_their_numbers_stand_for(shape):
     check(21, shape)
 
@@ -212,16 +212,19 @@ def test_the_backend_writes_and_attends_as_xla_does(codec):
     found = []
     for backend in (Xla(), MosaicGpu(interpret=InterpretGPUParams(), num_processors=2)):
         layout = backend.page_layout(heads, case.shape.page_size, get_codec(codec, platform="gpu"))
-        arrays_of_pages = layout.encode(pages[:, None])
+        arrays_of_pages = jax.jit(layout.encode)(pages[:, None])
         store = Store(arrays_of_pages[0], layout, num_layers=2).with_arrays(*arrays_of_pages)
         assert [(x.shape[1:], x.dtype) for x in store.pools] == [
             (x.shape, x.dtype) for x in layout.arrays
         ]
-        prepared = backend.prepare(store, before, batch, heads)
-        inputs = [arrays[name] for name in ("q_TNH", "k_TKH", "v_TKH")]
-        options = {"scale": 0.125, "out_dtype": np.dtype(jnp.float32)}
-        at = Place(store, LAYER, after)
-        found.append(backend.attend(*inputs, at, batch, prepared, **options))
+
+        @jax.jit
+        def attend(store, batch, *inputs, backend=backend):
+            prepared, at = backend.prepare(store, before, batch, heads), Place(store, LAYER, after)
+            options = {"scale": 0.125, "out_dtype": np.dtype(jnp.float32)}
+            return backend.attend(*inputs, at, batch, prepared, **options)
+
+        found.append(attend(store, batch, *(arrays[name] for name in ("q_TNH", "k_TKH", "v_TKH"))))
     (want, want_store, _), (out, out_store, _) = found
     np.testing.assert_array_equal(contents(out_store), contents(want_store))
     real_T = case.row_T < NUM_ROWS

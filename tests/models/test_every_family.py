@@ -45,7 +45,6 @@ QUICK = {
     "bitnet",  # norms within attention and MLP
     "bloom",  # scores that fall with distance, a norm behind the embeddings
     "cohere-qk-norm",  # weights of its own for each head, side by side, interleaved
-    "cohere2",  # windows, layers without rotation
     "deepseek_v3",  # latent attention
     "deepseek_v4",  # entries of several tokens, experts by token, outputs by groups of heads
     "falcon",  # one KV head, fused
@@ -60,7 +59,7 @@ QUICK = {
     "gpt2",  # learned positions, transposed weights
     "granite_swa",  # sinks
     "mimo_v2_flash",  # values smaller than keys, KV heads by the kind of layer, experts
-    "llama4",  # chunks, experts that take weighed inputs; the text part of another model
+    "llama4",  # chunks, layers without rotation, weighed inputs of experts; text part of a model
     "longcat_flash",  # experts whose results join later, or that give back what comes in
     "minimax_m3_vl",  # blocks of keys chosen by each KV head
     "mllama",  # layers that are left out, embeddings behind the vocabulary's

@@ -53,9 +53,10 @@ def test_frequencies_of_rotation_are_those_of_transformers(torch, variant, chang
     assert spec.rope.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
 
 
-LOGITS = {"llama-3", "llama-yarn", "llama-biases", "mistral-window"}
-LOGITS |= {"qwen2-mixed-windows", "qwen3", "qwen3-layer-types"}
-"""What else the others have is the rotation, or how many heads there are; a test below has llama."""
+LOGITS = {"llama-yarn", "llama-biases", "mistral-window", "qwen2-mixed-windows", "qwen3"}
+"""What else the others have is the rotation, how many heads there are or how windows are written; tests
+below have llama and llama-3.
+"""
 
 
 @pytest.mark.parametrize("variant", some(VARIANTS, *LOGITS))
@@ -64,20 +65,9 @@ def test_logits_and_their_greedy_tokens_equal_transformers(torch, tmp_path, vari
     assert_logits_equal(torch, reference_model(torch, tmp_path), tiny_llm(tmp_path))
 
 
-QUICK = {"mistral-window", "qwen2-mixed-windows", "qwen3"}
-"""Compiling an engine's programs takes seconds: one variant of each kind of page table, and llama in
-the next test; all when slow. Biases and rotations are compared by their logits.
-"""
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(variant, marks=[] if variant in QUICK else pytest.mark.slow)
-        for variant in VARIANTS
-    ],
-)
+@pytest.mark.parametrize("variant", some(VARIANTS, "mistral-window"))
 def test_generate_equals_transformers_generate(torch, tmp_path, variant):
+    """The next test has llama, Gemma 3 in the tests of families a table for each kind of layer."""
     make_checkpoint(tmp_path, tiny_config(variant))
     assert_generates_equal(torch, reference_model(torch, tmp_path), tiny_llm(tmp_path))
 
