@@ -33,7 +33,7 @@ def same(plain: LLM, ahead: LLM, prompts: Sequence, params, **options) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(quick_compile, checkpoint) -> tuple[LLM, LLM]:
+def pair(quick_compile, one_loop, checkpoint) -> tuple[LLM, LLM]:
     """The same engine without and with proposals."""
     return LLM(checkpoint, **OPTIONS), LLM(checkpoint, **OPTIONS, **ahead_of(4))
 
