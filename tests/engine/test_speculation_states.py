@@ -81,7 +81,7 @@ def test_tokens_are_those_without_proposals(tmp_path, variant, method):
     assert 20 < found["accepted_tokens"] < found["draft_tokens"] - 20
 
 
-@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.usefixtures("quick_compile", "one_loop")
 def test_states_are_right_wherever_pages_are(tmp_path):
     """In rows that lose their pages, are forked, or go on from where the prefix cache has a state;
     and in plain loops behind those that have proposed something.
@@ -127,7 +127,7 @@ def test_states_are_right_wherever_pages_are(tmp_path):
     assert counted(ahead)["accepted_tokens"] > 100
 
 
-@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.usefixtures("quick_compile", "one_loop")
 def test_slots_of_proposed_tokens_are_planned(tmp_path):
     model, config = make(tmp_path, "lfm2")
     ahead = LLM(model, **LIMITS, speculative_config=config | {"disable_by_batch_size": 2})
