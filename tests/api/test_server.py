@@ -31,7 +31,7 @@ from jaxkv.api.openai_vectors import POOLING
 from jaxkv.config import SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.lora.request import LoRARequest
-from jaxkv.requests import intake
+from jaxkv.requests import reading
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.pooling import PoolingParams
 from jaxkv.testing import engine_of
@@ -442,8 +442,8 @@ def test_tokens_are_counted_whatever_the_context_has_room_for(server, monkeypatc
         assert text in server.ask("/detokenize", {"tokens": body["tokens"]})[2]["prompt"]
     assert server.ask("/tokenize", {"prompt": "", "add_special_tokens": False})[2]["tokens"] == []
     assert server.ask("/detokenize", {"tokens": []})[2] == {"prompt": ""}
-    monkeypatch.setattr(intake, "MOST_AT_ONCE", MAX_LEN)
-    monkeypatch.setattr(intake, "CHARS_PER_TOKEN", 1)
+    monkeypatch.setattr(reading, "MOST_AT_ONCE", MAX_LEN)
+    monkeypatch.setattr(reading, "CHARS_PER_TOKEN", 1)
     assert error_of(server.ask("/tokenize", {"prompt": "x" * 10**5}))[:2] == (400, "prompt")
     assert error_of(server.ask("/detokenize", {"tokens": body["tokens"]}))[:2] == (400, "tokens")
 

@@ -144,8 +144,11 @@ def test_memory_is_what_was_planned_and_nothing_compiles_later(model, plain, twi
     assert blueprint.page_nbytes == 2 * alone.page_nbytes
     assert blueprint.weight_bytes == 2 * alone.weight_bytes
     assert "\ndraft     " in twin.describe()
-    planned = deploy(model, parse_target("v6e:1x1"), **ahead_by(model)).blueprint
-    assert planned.page_nbytes == 2 * deploy(model, parse_target("v6e:1x1")).blueprint.page_nbytes
+    target, pages = parse_target("v6e:1x1"), {"block_size": 64}
+    planned, without = (
+        deploy(model, target, **pages, **options).blueprint for options in (ahead_by(model), {})
+    )
+    assert planned.page_nbytes == 2 * without.page_nbytes
     twin.wait_until_compiled()
     programs = engine.programs
     assert {kind for kind, _ in programs._every} == {"step", "draw", "loop", "copy", "speculate"}

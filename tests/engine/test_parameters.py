@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jaxkv.build.blueprint
+import jaxkv.build.limits
 from dense import Dense
 from jaxkv import LLM, RequestOutput, SamplingParams
 from jaxkv.requests.masks import encode_words
@@ -86,7 +86,7 @@ def new_llm(checkpoint) -> Callable[..., LLM]:
         )
         programs = engine_of(llm).programs
         programs.executables = compiled.setdefault(
-            f"{options} {jaxkv.build.blueprint.DECODE_STEPS}", programs.executables
+            f"{options} {jaxkv.build.limits.DECODE_STEPS}", programs.executables
         )
         return llm
 
@@ -202,7 +202,7 @@ def test_loops_of_8_equal_one_token_at_a_time(new_llm, expected, temperature, mo
     sizes = loop_sizes(llm, monkeypatch)
     assert tokens_of(run(llm, [[5], *prompts], [watched, *params]))[1:] == whole
     assert {1} < set(sizes)
-    monkeypatch.setattr(jaxkv.build.blueprint, "DECODE_STEPS", 1)
+    monkeypatch.setattr(jaxkv.build.limits, "DECODE_STEPS", 1)
     assert tokens_of(run(new_llm(), prompts, params)) == whole
 
 

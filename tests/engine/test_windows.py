@@ -10,7 +10,7 @@ import pytest
 
 from dense import Dense
 from jaxkv import LLM, RequestOutput, SamplingParams
-from jaxkv.build import blueprint
+from jaxkv.build import limits
 from jaxkv.errors import CapacityError
 from jaxkv.models.spec import ModelSpec
 from jaxkv.testing import config_of, engine_of
@@ -100,7 +100,7 @@ def test_a_row_of_2048_tokens_holds_window_chunk_and_a_page(dense, monkeypatch):
     assert f"window {WINDOW}" not in new_llm(dense, max_model_len=128).describe()
 
     monkeypatch.setattr(ModelSpec, "longest_window", None)
-    monkeypatch.setattr(blueprint, "MAX_TABLES", 0)
+    monkeypatch.setattr(limits, "MAX_TABLES", 0)
     whole = new_llm(dense, deterministic=True, max_num_seqs=2)
     assert config_of(whole).num_pages == 2 * 2304 // SIZE
     assert figures(generate(whole, [prompt])[0]) == figures(output)
