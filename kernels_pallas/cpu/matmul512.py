@@ -43,9 +43,10 @@ LONGEST = 2**16
 OUTPUTS, ROWS = 4, (6, 3, 2, 1)
 """Rows of w and of x that are multiplied at once: as many sixes of x as there are, then less."""
 
-FEW, STRIP = 32, 8
-"""Up to so many rows of x are multiplied with so many of w before others, and the next ones are
-fetched meanwhile: of few, memory takes longer to bring w than they take to be multiplied.
+FEW = 32
+"""Of up to so many rows of x, memory takes longer to bring w than they take to be multiplied. All
+are multiplied with some rows of w before others, and the next ones are fetched meanwhile, one line
+after the other, which memory gives faster than rows side by side.
 """
 
 DEPTH = {"bfloat16": 2048, "float32": 1024, "int8": 4096}
@@ -75,28 +76,34 @@ def functions() -> list[Function]:
 
 
 def _tile(dtype: str) -> Function:
-    """Writes the function for some outputs of some tokens."""
+    """Writes the function for some outputs of some tokens. What is fetched for the next outputs is
+    of other columns than those multiplied where D is above DEPTH, but in the end all of them.
+    """
     f = Function(f"define internal void @tile512_{dtype}({TILE}) noinline", lanes=16)
+    width = width_of(dtype)
     are_few, depth = f.let(f"icmp sle i64 %all, {FEW}"), DEPTH[dtype]
-    next_strip = f.mul("%D", STRIP * width_of(dtype))
-    with f.where(are_few), f.each(0, "%D", depth) as start, f.each(0, "%N", STRIP) as first:
-        _add(f, dtype, start, first, f.add(first, STRIP), next_strip)
+    with f.where(are_few), f.each(0, "%N", OUTPUTS) as output, f.each(0, "%D", depth) as start:
+        later = f.mul(f.add(f.mul("%D", f.add(output, OUTPUTS)), f.mul(start, OUTPUTS)), width)
+        for rows, first, stop in blocks(f, "%T", ROWS):
+            with f.each(first, stop, rows) as t:
+                _add(f, dtype, rows, t, output, start, f.at("%w", later))
     with f.where(f.let(f"xor i1 {are_few}, true")), f.each(0, "%D", depth) as start:
-        _add(f, dtype, start, "0", "%N", None)
+        for rows, first, stop in blocks(f, "%T", ROWS):
+            with f.each(first, stop, rows) as t, f.each(0, "%N", OUTPUTS) as output:
+                _add(f, dtype, rows, t, output, start, None)
     f.do("ret void")
     return f
 
 
-def _add(f: Function, dtype: str, start: str, first: str, stop: str, later: str | None) -> None:
-    """Adds the products of all rows of x with some of w, of columns from `start` on; `later` as
-    `multiply` has it.
+def _add(
+    f: Function, dtype: str, rows: int, t: str, output: str, start: str, later: str | None
+) -> None:
+    """Adds the products of rows of x, from t on, with OUTPUTS rows of w, of columns from `start`
+    on; `later` as `multiply` has it.
     """
     depth = f.least(f.sub("%D", start), DEPTH[dtype])
-    for rows, first_row, stop_row in blocks(f, "%T", ROWS):
-        with f.each(first_row, stop_row, rows) as t, f.each(first, stop, OUTPUTS) as output:
-            w = [row_of(f, dtype, "%w", f.add(output, i), start) for i in range(OUTPUTS)]
-            tokens = [f.add(t, r) for r in range(rows)]
-            multiply(f, dtype, tokens, w, output, start, depth, later)
+    w = [row_of(f, dtype, "%w", f.add(output, i), start) for i in range(OUTPUTS)]
+    multiply(f, dtype, [f.add(t, r) for r in range(rows)], w, output, start, depth, later)
 
 
 def width_of(dtype: str) -> int:
@@ -128,7 +135,8 @@ def multiply(
         for i, address in enumerate(w):
             place = f.at(address, f.mul(column, width_of(dtype)))
             if later is not None:
-                f.fetch(f.at(place, later), stays=len(rows) == ROWS[0])
+                line = f.add(f.mul(column, OUTPUTS * width_of(dtype)), 64 * i)
+                f.fetch(f.at(later, line), stays=True)
             product.add(i, numbers, f.load(_kind(dtype), place, align=width_of(dtype)))
     product.finish(output)
 

@@ -246,7 +246,7 @@ def _pieces(
 ) -> Iterator[tuple[str, list[Callable[[], list[str]]]]]:
     """Repeats what is written inside for every COLUMNS of columns [start, start + depth) of rows of
     w. Yields their first one, counted from `start`, and for each row what reads its numbers, in
-    vectors; meanwhile as much of the next rows is fetched.
+    vectors; meanwhile as much of the next rows is fetched, one line after the other.
     """
 
     def place_of(value: str) -> str:
@@ -262,12 +262,13 @@ def _pieces(
         # Where column 0 of the first row would be.
         origin = f.at("%w", place_of(f.sub(f.mul(place, "%C"), first)))
         values = [f.at(origin, place_of(f.mul("%C", i))) for i in range(num_rows)]
-        later = place_of(f.mul(num_rows, "%C"))
+        next_rows = f.at("%w", place_of(f.mul(f.add(place, num_rows), "%C")))
+        num_bytes = num_rows * COLUMNS * BITS[form.kind] // 8
         with f.each(begin, end, COLUMNS) as column:
-            place = place_of(column)
-            addresses = [f.at(value, place) for value in values]
-            for address in addresses:
-                f.fetch(f.at(address, later))
+            addresses = [f.at(value, place_of(column)) for value in values]
+            lines = f.at(next_rows, place_of(f.mul(f.sub(column, first), num_rows)))
+            for line in range(0, num_bytes, 64):
+                f.fetch(f.at(lines, line))
             yield (
                 f.sub(column, start),
                 [partial(of_row.read, at) for of_row, at in zip(groups, addresses, strict=True)],
