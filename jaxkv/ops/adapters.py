@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv.axes import Array
-from jaxkv.ops.matrices import AnyMatrix, Matrix, dot
+from jaxkv.ops.matrices import AnyMatrix, Extended, Matrix, dot
 from jaxkv.pytree import pytree
 
 ROWS, MANY_ROWS = 16, 128
@@ -54,7 +53,7 @@ class TokenAdapters:
 
 
 @pytree
-class Adapted:
+class Adapted(Extended):
     """A weight [F, D] of a layer to which each token's adapter adds its own: `down` and `up` are of
     all adapters on the device, [L, A, X, D] and [L, A, F, X] for X the largest rank.
     """
@@ -64,22 +63,6 @@ class Adapted:
     up: Array
     layer: Array
     adapters: TokenAdapters
-
-    @property
-    def num_rows(self) -> int:
-        return self.base.num_rows
-
-    @property
-    def num_columns(self) -> int:
-        return self.base.num_columns
-
-    @property
-    def column_unit(self) -> int:
-        return self.base.column_unit
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.base.dtype
 
     def dot(self, x_TD: Array, start: int | Array, num_rows: int) -> Array:
         """Multiplies with so many rows: [T, num_rows] float32."""

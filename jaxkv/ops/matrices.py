@@ -252,13 +252,10 @@ class Packed:
         return numbers[0]
 
 
-@pytree
-class Summed:
-    """A weight [F, D] and the product of two more, [F, X] and [X, D], that is added to it."""
+class Extended:
+    """Is a weight like its `base`, to which something is added."""
 
     base: Matrix | Packed
-    down: Matrix | Packed
-    up: Matrix | Packed
 
     @property
     def num_rows(self) -> int:
@@ -275,6 +272,15 @@ class Summed:
     @property
     def dtype(self) -> np.dtype:
         return self.base.dtype
+
+
+@pytree
+class Summed(Extended):
+    """A weight [F, D] and the product of two more, [F, X] and [X, D], that is added to it."""
+
+    base: Matrix | Packed
+    down: Matrix | Packed
+    up: Matrix | Packed
 
     def dot(self, x_TD: Array, start: int | Array, num_rows: int) -> Array:
         """Multiplies with so many rows: [T, num_rows] float32."""
