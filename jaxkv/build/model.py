@@ -27,7 +27,7 @@ from jaxkv.placement import Placement, bytes_per_device
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.arrays import flat, take_weights
 from jaxkv.weights.dummy import random_weights
-from jaxkv.weights.hub import WITHOUT_WEIGHTS, Access, resolve_model, with_weights
+from jaxkv.weights.hub import OF_CODE, WITHOUT_WEIGHTS, Access, resolve_model, with_weights
 from jaxkv.weights.load import load_weights, put, with_quantised_head
 from jaxkv.weights.orbax import load_converted, stored_dtype
 from jaxkv.weights.packing import WITH_HEAD, packing_for
@@ -226,9 +226,8 @@ def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
     nothing reads.
     """
     access = _access(options)
-    directory = resolve_model(
-        _given(options), revision=options.revision, only=WITHOUT_WEIGHTS, access=access
-    )
+    only = WITHOUT_WEIGHTS + (OF_CODE if options.trust_remote_code else ())
+    directory = resolve_model(_given(options), revision=options.revision, only=only, access=access)
     written = config = read_config(directory)
     overrides = options.hf_overrides or {}
     if overrides:
@@ -239,8 +238,8 @@ def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
         where, revision = directory, options.tokenizer_revision
         if options.tokenizer is not None or revision is not None:
             other = _given(options) if options.tokenizer is None else options.tokenizer
-            where = resolve_model(other, revision=revision, only=WITHOUT_WEIGHTS, access=access)
-        tokenizer = load_tokenizer(where)
+            where = resolve_model(other, revision=revision, only=only, access=access)
+        tokenizer = load_tokenizer(where, trust_remote_code=options.trust_remote_code)
         if options.chat_template is not None:
             tokenizer.chat_template = _template(options.chat_template)
         check_vocabulary(tokenizer, spec.vocab_size, where)

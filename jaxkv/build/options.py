@@ -168,6 +168,13 @@ class EngineOptions:
     tokenizer_revision: str | None = option(
         None, "the same of the tokenizer, which then comes from the hub", check=IS_TEXT_OR_NONE
     )
+    trust_remote_code: bool = option(
+        False,
+        "whether the tokenizer may be Python code of the checkpoint's own, which can do all that "
+        "you can; a model's code never runs",
+        check=IS_BOOL,
+        commands=ENGINES,
+    )
     hf_token: str | bool | None = option(
         None,
         "what the hub is asked with for private models (default: HF_TOKEN, or the user's login)",

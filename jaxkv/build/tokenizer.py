@@ -26,10 +26,10 @@ ADVICE = (
 )
 
 
-def load_tokenizer(directory: Path) -> Any:
-    """Loads the directory's Hugging Face tokenizer. transformers is imported here, on first use;
-    remote code is never run.
+def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
+    """Loads the directory's Hugging Face tokenizer. transformers is imported here, on first use.
 
+    trust_remote_code: runs Python code of the directory where the tokenizer is made of it.
     Raises: CheckpointError naming the file that cannot be read.
     """
     # A directory or a broken link would be passed over, and its tokens with it.
@@ -54,7 +54,9 @@ def load_tokenizer(directory: Path) -> Any:
         kind: Any = known_class(directory)
         if kind is None:
             from transformers import AutoTokenizer as kind
-        tokenizer = kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     if tokenizer.chat_template is None and (directory / TEMPLATE).is_file():
         tokenizer.chat_template = check_json(directory / TEMPLATE).get("chat_template")
     # transformers takes anything, and fails when it uses them.

@@ -160,7 +160,6 @@ _SOME: dict[str, Foreign] = {
     "structured_outputs_config": Foreign(default=None, nearest="structured_outputs of a request"),
     "guided_decoding_backend": Foreign(default=None, nearest="structured_outputs of a request"),
     "logits_processors": Foreign(default=None, nearest="logit_bias of a request"),
-    "trust_remote_code": Foreign(default=False, nearest="a family of jaxkv.models.families"),
     "compilation_config": Foreign(default=None, also=(0, 1, 2, 3), nearest="lazy_compile"),
     "lora_dtype": Foreign(default="auto", nearest="dtype"),
     "mamba_cache_dtype": Foreign(default="auto"),

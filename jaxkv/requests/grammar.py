@@ -98,6 +98,11 @@ class Grammars:
             raise ValueError(
                 "structured_outputs: expected a tokenizer and an end token of the model"
             )
+        if not tokenizer.is_fast:
+            raise ValueError(
+                "structured_outputs: expected a tokenizer of the tokenizers library, got "
+                f"{type(tokenizer).__name__}, which is Python code of its own"
+            )
         self._llguidance = llguidance
         self._num_words = -(-vocab_size // 32)
         self._kept: OrderedDict[str, Grammar | str] = OrderedDict()

@@ -12,6 +12,9 @@ from jaxkv.errors import CheckpointError
 
 WITHOUT_WEIGHTS = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 ALLOW_PATTERNS = ("*.safetensors", *WITHOUT_WEIGHTS)
+OF_CODE = ("*.py", "*.tiktoken", "tiktoken.model")
+"""Python code of a tokenizer, and what it reads: fetched only where the caller trusts it."""
+
 IGNORE_PATTERNS = ("original/*", "metal/*", "consolidated*.safetensors")
 """These hold the same weights once more, for other programs (gpt-oss, Mistral)."""
 
@@ -49,7 +52,7 @@ def resolve_model(
     `org/name` or `name`.
 
     Fetches `only` files of these names, by default weights, JSON, chat templates and vocabularies:
-    never code, never pickle. A PathLike is always meant as a path.
+    no code, no pickle. A PathLike is always meant as a path.
     Raises: CheckpointError for a path that is no directory and for what is neither path nor hub id;
     ValueError for a revision of a local directory; OSError when the hub cannot be reached or does
     not give the files.

@@ -990,7 +990,7 @@ def test_vllm_s_arguments_may_be_given_where_they_change_nothing(make):
     nothing = {
         "tensor_parallel_size": 1,
         "quantization": None,
-        "trust_remote_code": False,
+        "trust_remote_code": True,  # the tokenizer has no code of its own
     }
     assert tokens(run(make(**nothing), PROMPTS)) == tokens(run(make(), PROMPTS))
 

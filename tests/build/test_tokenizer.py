@@ -6,6 +6,7 @@ import pytest
 
 from jaxkv.build.tokenizer import ALWAYS, ALWAYS_GENERIC, OF_MODELS, known_class, load_tokenizer
 from jaxkv.errors import CheckpointError
+from jaxkv.requests.grammar import Grammars
 from tokenizers_ import save_tokenizer
 
 TEXTS = ["The end of  the story", " One\n\nby <s> one", "Привет, мир! 12345"]
@@ -121,3 +122,43 @@ def test_where_files_leave_a_doubt_transformers_is_asked(tmp_path, change):
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     assert known_class(tmp_path) is None
+
+
+OWN = """
+from transformers import PreTrainedTokenizer
+
+
+class OwnTokenizer(PreTrainedTokenizer):
+    vocab_size = 256
+
+    def get_vocab(self):
+        return {chr(256 + i): i for i in range(256)} | self.added_tokens_encoder
+
+    def _tokenize(self, text):
+        return [chr(256 + byte) for byte in text.encode()]
+
+    def _convert_token_to_id(self, token):
+        return ord(token) - 256
+
+    def _convert_id_to_token(self, number):
+        return chr(256 + number)
+
+    def convert_tokens_to_string(self, tokens):
+        return bytes(ord(token) - 256 for token in tokens).decode(errors="replace")
+"""
+
+
+def test_code_of_a_checkpoint_makes_a_tokenizer_only_where_it_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", tmp_path / "modules")
+    (tmp_path / "tokenization_own.py").write_text(OWN)
+    names = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
+    names |= {"tokenizer_class": "OwnTokenizer", "eos_token": "<end>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    with pytest.raises(CheckpointError, match=r"custom code.*\n.*\n.*trust_remote_code=True"):
+        load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, trust_remote_code=True)
+    ids = tokenizer.encode("naïve")
+    assert ids == [*"naïve".encode()]
+    assert tokenizer.decode(ids) == "naïve"
+    with pytest.raises(ValueError, match="tokenizers library, got OwnTokenizer, which is Python"):
+        Grammars(tokenizer, 257, [256])

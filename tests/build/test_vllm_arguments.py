@@ -40,7 +40,7 @@ def test_arguments_left_at_their_defaults_are_the_options_defaults():
         ({"kv_cache_dtype": "fp8", "dtype": "float"}, {"kv_cache_dtype": "fp8_e4m3", "dtype": "float32"}),
         ({"load_format": "safetensors", "max_num_seqs": None}, {"load_format": "auto", "max_num_seqs": None}),
         ({"swap_space": 16, "disable_log_stats": False, "device": "auto", "lora_dtype": "auto"}, {}),
-        ({"tokenizer_mode": "auto", "trust_remote_code": False, "limit_mm_per_prompt": {}}, {}),
+        ({"tokenizer_mode": "auto", "limit_mm_per_prompt": {}}, {}),
     ],
 )  # fmt: skip
 def test_values_that_mean_nothing_are_taken_and_others_translated(given, options):
@@ -53,8 +53,8 @@ def test_values_that_mean_nothing_are_taken_and_others_translated(given, options
     [
         ({"cpu_offload_gb": 4}, "^cpu_offload_gb: expected 0 or 0.0 .*nearest: quantization.*, got 4$"),
         ({"enable_chunked_prefill": False}, "^enable_chunked_prefill: expected True .*nearest: max_num_b"),
-        ({"trust_remote_code": True}, "^trust_remote_code: expected False .a vLLM argument of which"),
-        ({"trust_remote_code": 0}, "^trust_remote_code: expected False .*, got 0$"),
+        ({"enable_log_requests": True}, "^enable_log_requests: expected False .a vLLM argument of which"),
+        ({"enable_log_requests": 0}, "^enable_log_requests: expected False .*, got 0$"),
         ({"speculative_model": "x"}, "^speculative_model: expected None "),
         ({"device": "cpu"}, "^device: expected 'auto' .*nearest: the environment variable JAX_PLAT"),
         ({"enforce_eager": 1}, "^enforce_eager: expected True or False, got 1$"),

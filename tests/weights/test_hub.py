@@ -16,7 +16,7 @@ from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 from jaxkv import LLM
 from jaxkv.errors import CheckpointError
 from jaxkv.testing import model_of
-from jaxkv.weights.hub import _HUB_ID, WITHOUT_WEIGHTS, Access, resolve_model
+from jaxkv.weights.hub import _HUB_ID, OF_CODE, WITHOUT_WEIGHTS, Access, resolve_model
 from tiny import SMALL, make_checkpoint, tiny_config
 
 
@@ -77,8 +77,13 @@ def test_a_hub_id_fetches_weights_json_and_templates_only(downloads, tmp_path, h
     assert taken == [name for name, is_wanted in files.items() if is_wanted]
 
 
-def test_weights_are_fetched_once_it_is_known_that_the_engine_can_be(monkeypatch, tmp_path):
-    """Of the commit that the config was of, whatever has been pushed meanwhile."""
+@pytest.mark.parametrize("trusted", [False, True])
+def test_weights_are_fetched_once_it_is_known_that_the_engine_can_be(
+    monkeypatch, tmp_path, trusted
+):
+    """Of the commit that the config was of, whatever has been pushed meanwhile. Python code comes
+    only where the caller trusts it.
+    """
     source, calls = make_checkpoint(tmp_path / "source", tiny_config("llama")), []
 
     def snapshot_download(repo_id, *, revision, allow_patterns, ignore_patterns):
@@ -90,11 +95,11 @@ def test_weights_are_fetched_once_it_is_known_that_the_engine_can_be(monkeypatch
         return str(tmp_path / "c0ffee")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    found = ("org/name", None, *WITHOUT_WEIGHTS)
+    found = ("org/name", None, *WITHOUT_WEIGHTS, *(("*.py", *OF_CODE[1:]) if trusted else ()))
     with pytest.raises(ValueError, match="kv_cache_dtype"):
-        LLM("org/name", kv_cache_dtype="int2", **SMALL)
+        LLM("org/name", kv_cache_dtype="int2", trust_remote_code=trusted, **SMALL)
     assert calls == [found]
-    llm = LLM("org/name", **SMALL)
+    llm = LLM("org/name", trust_remote_code=trusted, **SMALL)
     assert calls[1:] == [found, ("org/name", "c0ffee", "*.safetensors", *WITHOUT_WEIGHTS)]
     assert model_of(llm).directory == tmp_path / "c0ffee"
 
