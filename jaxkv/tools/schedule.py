@@ -130,7 +130,8 @@ def _read_units(path: Path) -> tuple[dict[str, int], list[list[int]]]:
     """Slots per bundle of each unit, and how many of them each bundle uses."""
     lines = path.read_text().splitlines()
     head = next(i for i, line in enumerate(lines) if re.match(r"^[A-Z]+, ", line))
-    names = [name.strip() for name in lines[head].split(",")]
+    # libtpu 0.0.52 has another name for it, beside which it counts what is pushed as MATPUSH.
+    names = [name.strip().replace("MATMUL", "MXU") for name in lines[head].split(",")]
     capacity = dict(zip(names, map(int, lines[head + 1].split()), strict=True))
     numbers = (line.split() for line in lines[head + 2 :] if re.match(r"^\s*\d+( \d+)+\s*$", line))
     return capacity, [[int(n) for n in row] for row in numbers]

@@ -14,6 +14,7 @@ import kernels_pallas
 from jaxkv.tools.apart import compile_apart
 from jaxkv.tools.check import TARGETS, budget_of, judge
 from jaxkv.tools.kernels import SHAPES, Case, case_of, tiles_of
+from jaxkv.tools.schedule import _read_units
 
 needs_compiler = pytest.mark.skipif(
     find_spec("libtpu") is None, reason='libtpu is missing: pip install "jaxkv[tpu]"'
@@ -48,6 +49,26 @@ def test_decode_has_no_spills_and_fits_its_budget():
     assert found["bundles"] * (found["trips"] - 1) <= found["issue_cycles"]  # the last is in part
     assert budget_of(case)
     assert judge(case, found).faults == []
+
+
+@pytest.mark.parametrize(
+    ("names", "numbers"),
+    [
+        ("MXU, XLU, VSTORE:SPILL", ["2 3 1", "1 0 0", "0 2 1"]),
+        ("MATMUL, MATPUSH, XLU, VSTORE:SPILL", ["2 2 3 1", "1 7 0 0", "0 5 2 1"]),
+    ],
+)
+def test_matmuls_have_one_name_whatever_a_version_of_libtpu_calls_them(tmp_path, names, numbers):
+    table = tmp_path / "utilization.txt"
+    lines = ["== CAPACITY:", names, numbers[0], "== UTILIZATION:", *numbers[1:]]
+    table.write_text("\n".join(lines))
+    capacity, rows = _read_units(table)
+    by_name = [dict(zip(capacity, row, strict=True)) for row in rows]
+    assert capacity["MXU"] == 2
+    assert [(row["MXU"], row["XLU"], row["VSTORE:SPILL"]) for row in by_name] == [
+        (1, 0, 0),
+        (0, 2, 1),
+    ]
 
 
 @pytest.mark.slow
