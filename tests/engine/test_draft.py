@@ -144,7 +144,7 @@ def test_memory_is_what_was_planned_and_nothing_compiles_later(model, plain, twi
     assert blueprint.page_nbytes == 2 * alone.page_nbytes
     assert blueprint.weight_bytes == 2 * alone.weight_bytes
     assert "\ndraft     " in twin.describe()
-    target, pages = parse_target("v6e:1x1"), {"block_size": 64}
+    target, pages = parse_target("v6e:1x1"), {"block_size": 64, "backend": "xla"}
     planned, without = (
         deploy(model, target, **pages, **options).blueprint for options in (ahead_by(model), {})
     )

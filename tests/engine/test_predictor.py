@@ -206,7 +206,7 @@ def test_memory_is_what_was_planned(model, ahead):
         leaf.nbytes for leaf in jax.tree.leaves((engine.weights, engine.draft))
     )
     assert "\ndraft     " in ahead.describe()
-    target, pages = parse_target("v6e:1x1"), {"block_size": 64}
+    target, pages = parse_target("v6e:1x1"), {"block_size": 64, "backend": "xla"}
     planned = deploy(model, target, **pages, **AHEAD).blueprint.page_nbytes
     assert planned > deploy(model, target, **pages).blueprint.page_nbytes
 

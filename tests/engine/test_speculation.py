@@ -6,6 +6,7 @@ Before every step all memory that no request owns is NaN.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,10 @@ import pytest
 import jaxkv.engine.speculation
 from ahead import assert_same, counted, prompts_of
 from families import text_config
-from jaxkv import LLM, BeamSearchParams, SamplingParams
+from jaxkv import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from jaxkv.sampling_params import StructuredOutputsParams
 from jaxkv.testing import config_of, engine_of
+from speculating import num_accepted
 from tiers import some
 from tiny import SMALL, VARIANTS, make_checkpoint, tiny_config
 
@@ -34,6 +36,7 @@ FEW = replace(GREEDY, allowed_token_ids=[5, 7, 9, 11])
 """With so few tokens a proposal often holds, whatever the model."""
 
 LIMITS = SMALL | {"max_num_batched_tokens": 64}
+OPTIONS = LIMITS | {"skip_tokenizer_init": False, "max_logprobs": 420}
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +48,7 @@ def _always(monkeypatch) -> None:
 @pytest.fixture(scope="module")
 def pair(checkpoint) -> tuple[LLM, LLM]:
     """The same engine without and with proposals."""
-    options = LIMITS | {"skip_tokenizer_init": False, "max_logprobs": 420}
-    return LLM(checkpoint, **options), LLM(checkpoint, **options, speculative_config=AHEAD)
+    return LLM(checkpoint, **OPTIONS), LLM(checkpoint, **OPTIONS, speculative_config=AHEAD)
 
 
 CASES = [
@@ -137,6 +139,57 @@ def test_requests_that_come_and_go_get_the_same_tokens(pair):
         outputs = dict(llm.as_completed(requests))
         taken.append([outputs[n].outputs[0].token_ids for n in range(8)])
     assert taken[0] == taken[1]
+
+
+def test_sessions_are_forked_and_taken_back(pair):
+    before, found = counted(pair[1])["accepted_tokens"], []
+    for llm in pair:
+        start = llm.session({"prompt_token_ids": [5, 7, 9, 11] * 6})
+        whole, out = start.generate(FEW)
+        (fork,) = whole.rewind(tokens=7).fork(1)
+        _, other = fork.generate(replace(FEW, temperature=0.8, top_p=0.9, seed=5))
+        _, again = start.generate(FEW)
+        assert again.token_ids == out.token_ids
+        found.append([out.token_ids, other.token_ids, whole.tokens])
+    assert found[0] == found[1]
+    assert counted(pair[1])["accepted_tokens"] > before
+
+
+def test_after_sleep_the_text_of_rows_is_written_anew(pair):
+    plain, ahead = pair
+    assert_same(plain, ahead, prompts_of(420, 3), FEW)
+    before = counted(ahead)["accepted_tokens"]
+    ahead.sleep(1)
+    ahead.wake_up()
+    assert_same(plain, ahead, prompts_of(420, 3), FEW)
+    assert counted(ahead)["accepted_tokens"] > before
+
+
+def test_who_is_cancelled_leaves_its_row_to_others(pair, checkpoint):
+    """Requests go after their first tokens; those that follow get their rows."""
+    plain, _ = pair
+    llm = AsyncLLM(checkpoint, **OPTIONS, speculative_config=AHEAD)
+    prompts = prompts_of(420, 12)
+
+    async def ask(number: int) -> list[int]:
+        tokens: list[int] = []
+        async for output in llm.generate(prompts[number], FEW):
+            tokens = output.outputs[0].token_ids
+            if number % 3 == 1:
+                break
+        return tokens
+
+    async def ask_all() -> list[list[int]]:
+        return await asyncio.gather(*map(ask, range(12)))
+
+    try:
+        got = asyncio.run(ask_all())
+    finally:
+        llm.shutdown()
+    want = [one.outputs[0].token_ids for one in plain.generate(prompts, FEW, use_tqdm=False)]
+    assert all(mine == theirs[: len(mine)] for mine, theirs in zip(got, want, strict=True))
+    assert [len(tokens) for tokens in got[::3]] == [NUM_NEW] * 4
+    assert num_accepted(llm) > 0
 
 
 def test_what_is_counted_adds_up(pair):

@@ -28,7 +28,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprob
     ("name", "platform", "heads", "page_size", "expected"),
     [
         ("auto", "cpu", HEADS, 16, ("xla", "chosen by auto on a cpu")),
-        ("auto", "tpu", HEADS, 64, ("pallas_tpu", "chosen by auto on a tpu")),
         ("auto", "tpu", ODD, 64, ("pallas_tpu", "chosen by auto on a tpu")),
         (
             "auto",

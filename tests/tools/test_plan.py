@@ -189,11 +189,13 @@ def test_each_device_has_its_part(tmp_path, vocab_size):
     sizes = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
+        "head_dim": 128,  # smaller ones are padded
         "hidden_size": 64,
         "vocab_size": vocab_size,
     }
     path = make_checkpoint(tmp_path / "model", tiny_config("llama-biases") | sizes)
-    whole, part = (deploy(path, parse_target(to)).blueprint for to in ("v6e", "v6e:2x2"))
+    options = {"backend": "xla", "block_size": 64}
+    whole, part = (deploy(path, parse_target(to), **options).blueprint for to in ("v6e", "v6e:2x2"))
     mesh = AbstractMesh((4,), (TENSOR,))
     top = {name: leaf for name, leaf in part.layout.top.items() if leaf.same_as is None}
     leaves = [(name, leaf.info.shape) for name, leaf in top.items()]
@@ -294,7 +296,10 @@ def test_json_and_picture_say_the_same(write, plan, tmp_path):
         (["--dtype", "int3"], "dtype: expected bfloat16 or float32, got 'int3'"),
         (["--kv-cache-dtype", "int3"], "kv_cache_dtype: expected auto or one of"),
         (["--context", "0"], "expected --context above 0"),
-        (["--context", "4096", "131073"], "--context: expected at most max_model_len=131072, got"),
+        (
+            ["--context", "4096", "131073", "--backend", "xla"],
+            "--context: expected at most max_model_len=131072, got",
+        ),
         (["--sequences", "-1"], "--sequences from 0"),
         (
             ["--gpu-memory-utilization", "1.1"],
