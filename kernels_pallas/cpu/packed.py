@@ -45,14 +45,16 @@ and than 16 (docs/benchmarks/cpu.md).
 
 HALF, PAIRS = "<16 x bfloat>", "<32 x bfloat>"
 
-DECLARED = ("declare <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8>, <32 x i8>)",)
+NO_ZERO = "@no_zero = private unnamed_addr constant float 0.0"
+DECLARED = (NO_ZERO, "declare <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8>, <32 x i8>)")
 DECLARED512 = (
+    NO_ZERO,
     *matmul512.DECLARED,
     f"declare {HALF} @llvm.x86.avx512bf16.cvtneps2bf16.512({SIXTEEN})",
     f"declare {SIXTEEN} @llvm.x86.avx512.permvar.sf.512({SIXTEEN}, <16 x i32>)",
     "declare <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16>, <32 x i16>)",
 )
-"""The functions call these too."""
+"""The functions call these too, and read NO_ZERO, the zero point where there are none."""
 
 ADDRESSES = ("x", "w", "y", "scales", "zeros", "table")
 SIZES = ("first_output", "num_tokens", "num_outputs", "D", "F", "C")
@@ -286,10 +288,8 @@ class _Group:
             offset = f.mul(place, 4)
             scale = f.filled("float", f.load("float", "%scales", offset, align=4))
             self.own_scale = f.floats("fmul", scale, f.constant(self.scale))
-            zero = f.variable("float")
-            f.store("float 0.0", zero, align=4)
-            with f.where(f.let("icmp ne ptr %zeros, null")):
-                f.store(f"float {f.load('float', '%zeros', offset, align=4)}", zero, align=4)
+            has_none = f.let("icmp eq ptr %zeros, null")
+            zero = f.let(f"select i1 {has_none}, ptr @no_zero, ptr {f.at('%zeros', offset)}")
             zero = f.filled("float", f.load("float", zero, align=4))
             self.zero = f.floats("fmul", zero, f.constant(1 / self.scale))
 
