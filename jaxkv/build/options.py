@@ -166,7 +166,10 @@ class EngineOptions:
         None, "branch, tag or commit of a hub id", check=IS_TEXT_OR_NONE, commands=ENGINES
     )
     tokenizer_revision: str | None = option(
-        None, "the same of the tokenizer, which then comes from the hub", check=IS_TEXT_OR_NONE
+        None,
+        "the same of the tokenizer, which then comes from the hub",
+        check=IS_TEXT_OR_NONE,
+        commands=ENGINES,
     )
     trust_remote_code: bool = option(
         False,
@@ -315,7 +318,7 @@ class EngineOptions:
     num_gpu_blocks_override: int | None = option(
         None,
         "size of the cache in pages, instead of as many as fit",
-        commands=("check",),
+        commands=("batch", "serve", "check"),
         aliases=("--pages",),
     )
     gpu_memory_utilization: float = option(
@@ -330,6 +333,7 @@ class EngineOptions:
         "full pages of prompts and outputs stay in the cache until their room is needed, and "
         "requests that begin with the same tokens take them over",
         check=IS_BOOL,
+        commands=("batch", "serve"),
     )
     kv_host_bytes: int = option(
         0,
@@ -397,7 +401,7 @@ class EngineOptions:
         check=IS_COUNT_OR_NONE,
         commands=("batch", "serve"),
     )
-    seed: int = option(0, "seed of requests that bring none")
+    seed: int = option(0, "seed of requests that bring none", commands=("serve",))
     max_logprobs: int = option(
         20,
         "the most that a request may ask for; steps have room for as many per token (-1: the "
@@ -412,7 +416,10 @@ class EngineOptions:
         check=IS_BOOL,
     )
     lazy_compile: bool = option(
-        False, "compile each step on first use instead of all from the start", check=IS_BOOL
+        False,
+        "compile each step on first use instead of all from the start",
+        check=IS_BOOL,
+        commands=ENGINES,
     )
 
     def __post_init__(self) -> None:

@@ -528,6 +528,8 @@ def about_flag(flag: str, known: Mapping[str, Any]) -> str:
         near = foreign.nearest or _OF_SERVER.get(name, "")
     elif name in _OF_SERVER:
         near = _OF_SERVER[name]
+    elif name in known:
+        return f"{written}: an argument of LLM that this command has no flag for"
     else:
         close = get_close_matches(name, known, n=1)
         hint = f", did you mean --{close[0].replace('_', '-')}?" if close else ""
