@@ -112,12 +112,14 @@ class Scheduler:
         if self.config.has_states:
             self._keep_states()
         while True:
-            self._admit()
+            is_reading = self._admit()
             if not self.running:
                 return None
             pending = [request.num_tokens - request.hold.num_stored for request in self.running]
             most = max(pending)
             if not most:
+                if is_reading:
+                    return None  # the beam that the others wait for is behind it
                 raise RuntimeError(
                     "every running request waits for a beam that is neither running nor waiting"
                 )
@@ -243,7 +245,10 @@ class Scheduler:
         for request in list(self.leaving):
             self._give_back(request)
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Gives rows to those that wait, as far as they fit; returns whether the next one waits for
+        pages from a disk.
+        """
         if self.tiers is not None and self.tiers.disk is not None:
             for n, request in enumerate(self.waiting[:READ_AHEAD]):
                 self._read(request, is_first=not n)
@@ -255,18 +260,18 @@ class Scheduler:
         # In order: a request that does not fit yet holds back those behind it, or it could wait
         # forever.
         if not self.waiting or not self._free_rows:
-            return
+            return False
         owed = self._owed_pages()
         owed_low = sum(self._low_pages_to_come(request) for request in self.bounded)
         while self.waiting and self._free_rows:
             request = self.waiting[0]
             if request.num_coming:
-                return  # it was preempted, and all its tokens are computed anew
+                return False  # it was preempted, and all its tokens are computed anew
             if not self.adapters.has_room(request.draw.adapter):
-                return
+                return False
             self._read(request, is_first=True)
             if self.is_loading:
-                return  # sooner than what it could compute until then
+                return True  # sooner than what it could compute until then
             request.hold.begin(self.allocators)
             found = self._take_cached(request)
             needed, low = self._pages_to_come(request), self._low_pages_to_come(request)
@@ -276,7 +281,7 @@ class Scheduler:
                 is_short = not self._has_free(owed + needed, owed_low + low)
             if is_short and self._is_ready():
                 request.hold.release()
-                return
+                return False
             del self.waiting[0]
             request.row = self._free_rows.pop()
             self.adapters.take(request.draw.adapter)
@@ -290,6 +295,7 @@ class Scheduler:
             self._count_found(request, found + self._load(request))
             insort(self.running, request, key=_order)
             owed, owed_low = owed + needed + len(self.config.windows), owed_low + low
+        return False
 
     def _has_free(self, num_pages: int, num_low_pages: int) -> bool:
         """Tells whether so many pages and so many for demoted ones are free."""

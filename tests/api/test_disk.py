@@ -8,12 +8,13 @@ import pytest
 
 from families import text_config
 from jaxkv.api.llm import LLM
-from jaxkv.config import SamplingParams
+from jaxkv.config import BeamSearchParams, SamplingParams
+from jaxkv.engine.beams import beam_output
 from jaxkv.errors import DirectoryInUseError
 from jaxkv.holding import disk, tiers
 from jaxkv.holding.costs import Costs
 from jaxkv.programs.compiled import Programs
-from jaxkv.testing import engine_of
+from jaxkv.testing import engine_of, intake_of
 from poison import poisoned
 from tiny import SMALL, make_checkpoint, tiny_config
 
@@ -228,6 +229,38 @@ def test_more_requests_than_rows_wait_for_their_pages(make, on_disk, monkeypatch
         stream.close()
         assert ask(llm, *prompts) == [(tokens, 56) for tokens in want]
     assert engine.scheduler.tiers._reads == {}
+    llm.shutdown()
+
+
+@pytest.mark.usefixtures("loads_always")
+def test_a_beam_waits_behind_a_request_whose_pages_are_read(make, on_disk, monkeypatch):
+    """The others of its search wait for it, and it for somebody who goes first."""
+    llm = make(**on_disk)
+    engine, first = engine_of(llm), {"prompt_token_ids": ids(60, 0)}
+    (want,) = ask(llm, first["prompt_token_ids"])
+    for seed in range(1, 5):
+        ask(llm, ids(60, seed))
+    own, prompts = engine.scheduler.tiers, [{"prompt_token_ids": ids(20, 9)}]
+    params = BeamSearchParams(beam_width=2, max_tokens=9)
+    (expected,) = llm.beam_search(prompts, params)
+    (search,) = intake_of(llm).accept_searches(prompts, params)
+    with poisoned(engine):
+        engine.add(search)
+        for _ in range(3):
+            engine.step()
+        engine.change(lambda: engine.scheduler._preempt(search.samples[1]))
+        (sooner,) = intake_of(llm).accept([first], [GREEDY], [-1])
+        engine.add(sooner)
+        answers, is_coming = iter([True] * 9), own.is_coming
+        monkeypatch.setattr(own, "is_coming", lambda hold: next(answers, False) or is_coming(hold))
+        while engine.has_work:
+            engine.step()
+    assert (sooner.output().outputs[0].token_ids, sooner.output().num_cached_tokens) == (
+        want[0],
+        56,
+    )
+    found = beam_output(search, eos_id=None, include_stop=False, decode=None)
+    assert [one.tokens for one in found.sequences] == [one.tokens for one in expected.sequences]
     llm.shutdown()
 
 
