@@ -532,12 +532,13 @@ class Scheduler:
 
     def start_over(self) -> None:
         """Preempts every request and forgets what was cached: the pages' contents are lost. Those
-        whose last tokens are coming need no pages any more.
+        whose last tokens are coming need no pages any more, but for beams, whose searches go on
+        only when all have what they have stored.
         """
         for request in list(self.leaving):
             self._give_back(request)
         for request in list(self.running):
-            if request.num_tokens == request.max_len:
+            if request.num_tokens == request.max_len and not request.beams:
                 self._release(request)
             else:
                 self._preempt(request)

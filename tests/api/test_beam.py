@@ -359,6 +359,27 @@ def test_a_search_loses_some_of_its_beams_and_computes_their_candidates_anew(mak
     assert_empty(llm)
 
 
+@pytest.mark.parametrize("num_steps", range(1, 5))
+def test_a_search_under_way_goes_on_after_its_pages_are_lost(make, num_steps):
+    """At any step, the last one included: here with weights that are replaced by the same ones."""
+    llm, params = make(), BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
+    expected = tokens_of(llm.beam_search(prompts_of((13,)), params))
+    (search,) = intake_of(llm).accept_searches(prompts_of((13,)), params)
+    engine = engine_of(llm)
+    engine.add(search)
+    with poisoned(engine):
+        for _ in range(num_steps):
+            engine.step()
+        assert engine.has_work
+        engine.replace_weights(engine.weights, secret=b"")
+        for _ in range(20):
+            engine.step()
+    assert (
+        tokens_of([beam_output(search, eos_id=None, include_stop=False, decode=None)]) == expected
+    )
+    assert_empty(llm)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 @pytest.mark.parametrize("where", ["_launch_loop", "_move_pages", "_launch_step"])
 def test_an_interrupted_search_leaves_nothing_behind(make, monkeypatch, error, where):
