@@ -314,7 +314,7 @@ def _asked(keys: Keys, inputs: list[dict[str, Any]], **read: Any) -> Asked:
         raise BodyError("stream_options: expected stream to be true with it", "stream_options")
     include_usage = options.get("include_usage") or False
     others = {key for key, value in options.items() if value not in (None, False)}
-    known = options.keys() <= {"include_usage", "continuous_usage_stats"}
+    known = options.keys() <= {"include_usage", "continuous_usage_stats", "include_obfuscation"}
     if not known or others - {"include_usage"} or not isinstance(include_usage, bool):
         raise BodyError(
             f'stream_options: expected {{"include_usage": true or false}}, got '

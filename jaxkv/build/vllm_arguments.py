@@ -341,6 +341,7 @@ _OF_TRANSFORMERS = {
     "token": "hf_token",
     "load_in_8bit": "quantization",
     "load_in_4bit": "quantization",
+    "pretrained_model_name_or_path": "model",
 }
 """Names what is nearest to arguments of its `from_pretrained` and `generate`."""
 

@@ -120,7 +120,11 @@ NEUTRAL = {
     "include_reasoning": True,
     "echo": False,
     "spaces_between_special_tokens": True,
-    "stream_options": {"include_usage": False, "continuous_usage_stats": False},
+    "stream_options": {
+        "include_usage": False,
+        "continuous_usage_stats": False,
+        "include_obfuscation": False,
+    },
 }
 
 
