@@ -66,7 +66,7 @@ NOT_READ = {
     "layers that run more than once, or share weights": "dory, hrm_text",
     "other recurrences": "rwkv, xlstm",
     "experts in attention": "jetmoe",
-    "two softmaxes, or masks that are computed": "diffllama, doge",
+    "masks that are computed": "doge",
     "keys of an encoder": "bart and others",
     "norms that differ in eps or in how weights are stored, gates of what joins": (
         "muse_glimmer, muse_spark"

@@ -150,6 +150,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": GROUPED | LATENT | {"rope_parameters": YARN, "attention_bias": True},
     "deepseek_v3-in-halves": GROUPED | LATENT | {"rope_interleave": False, "q_lora_rank": None},
     "deepseek_v32": GROUPED | LATENT | INDEX | {"rope_parameters": YARN, "attention_bias": True},
+    "diffllama": {"num_attention_heads": 8, "num_key_value_heads": 4} | HEAD,
+    "diffllama-biases": {"num_attention_heads": 4, "num_key_value_heads": 4}
+    | HEAD
+    | {"attention_bias": True, "rope_parameters": YARN},
     "dots1": GROUPED | HEAD,
     "ernie4_5": HEAD | {"use_bias": True},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import PagedKV
-from jaxkv.models import alibi, altup, compressed, hyper, latent
+from jaxkv.models import alibi, altup, compressed, differential, hyper, latent
 from jaxkv.models.compressed import Compression, put
 from jaxkv.models.ngrams import with_ngrams
 from jaxkv.models.paged import Held, PagedAttention
@@ -258,7 +258,9 @@ class Layers:
             )
             if compress is not None:
                 out_TNH = compressed.restored(out_TNH, rope)
-            value_dim = w["o"].num_columns // q.shape[1]
+            if differential.FIRST[0] in w:
+                out_TNH = differential.difference(out_TNH, w, number, eps=spec.norm_eps)
+            value_dim = w["o"].num_columns // out_TNH.shape[1]
             if "o_groups" in w:
                 num_groups = spec.attention.output_groups
                 value_dim = num_groups * w["o_groups"].num_columns // spec.num_heads
@@ -496,7 +498,8 @@ def _project(
 
     Keys and queries are suited to being quantised where the weights say how (`programs.fit_keys`).
     """
-    attention = spec.attention
+    attention, has_pairs = spec.attention, differential.FIRST[0] in w
+    head_dim //= 2 if has_pairs else 1
 
     def project(name: str) -> jax.Array:
         # Else XLA splits the weight into heads, not the result, and copies it for that (tpu7x: in
@@ -537,8 +540,10 @@ def _project(
     v = value.reshape(*k.shape[:2], -1)
     if "v_norm" in spec.unit_norms:
         v = normed(v, {}, "v_norm", spec)
+    if has_pairs:
+        q, k, v = differential.paired(q, k, v)
     if "k_affine" in w:
-        mean_1KH, factor_1KH = jnp.moveaxis(w["k_affine"].reshape(1, -1, 2, head_dim), 2, 0)
+        mean_1KH, factor_1KH = jnp.moveaxis(w["k_affine"].reshape(1, -1, 2, k.shape[2]), 2, 0)
         # What is stored of a key must not depend on whether the compiler rounds this product before
         # it adds it up.
         k = jax.lax.optimization_barrier((k - mean_1KH) * factor_1KH)

@@ -107,7 +107,7 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
             original_max_len=rope.original_max_len,
         )
     elif rope.kind == "proportional":
-        inv_freq = proportional_inv_freq(rope.theta, head_dim, rope.part, rope.factor)
+        inv_freq = proportional_inv_freq(rope.theta, dim, rope.part, rope.factor)
     elif rope.kind not in ("default", "dynamic"):
         raise ValueError(f"rope kind: expected one that is known, got {rope.kind!r}")
     return -inv_freq if rope.reverse else inv_freq

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+import families
 from jaxkv import LLM, BeamSearchParams, SamplingParams
 from jaxkv.build.model import CALIBRATION, DEMO, FIT_TOKENS, calibration_tokens
 from jaxkv.build.tokenizer import load_tokenizer
@@ -198,9 +199,11 @@ def test_a_codec_that_a_backend_cannot_do_is_refused_before_any_work(directory, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["qwen3", "qwen2-mixed-windows"])
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2-mixed-windows", "diffllama"])
 def test_fitted_keys_give_the_same_model(tmp_path, variant, monkeypatch):
-    directory = make_checkpoint(tmp_path, tiny_config(variant))
+    is_pair = variant == "diffllama"  # two keys side by side
+    config = families.text_config(variant) if is_pair else tiny_config(variant)
+    directory = make_checkpoint(tmp_path, config)
     (prompt,), params = (
         prompts(90),
         SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0),

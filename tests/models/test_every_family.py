@@ -47,6 +47,7 @@ QUICK = {
     "cohere-qk-norm",  # weights of its own for each head, side by side, interleaved
     "deepseek_v3",  # latent attention
     "deepseek_v4",  # entries of several tokens, experts by token, outputs by groups of heads
+    "diffllama",  # pairs of heads, of which the second is taken off
     "falcon",  # one KV head, fused
     "falcon-new",  # fused by head, two norms
     "falcon_h1",  # Mamba2 and attention side by side, factors on everything

@@ -242,6 +242,7 @@ def test_a_digest_stands_for_what_is_computed(base, tmp_path):
         "phi3",
         "gpt2",
         "gpt_neox",
+        "diffllama",
         "falcon-new",
         "longcat_flash",
         "gemma4_text",
