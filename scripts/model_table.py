@@ -64,7 +64,7 @@ NOT_READ = {
         "dots3_note"
     ),
     "layers that run more than once, or share weights": "dory, hrm_text",
-    "other recurrences": "rwkv, xlstm",
+    "other recurrences": "xlstm",
     "experts in attention": "jetmoe",
     "masks that are computed": "doge",
     "keys of an encoder": "bart and others",

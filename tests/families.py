@@ -234,6 +234,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 80, "head_dim": 8}
     | {"moe_topk": 3, "n_routed_experts": 6, "zero_expert_num": 4, "expert_ffn_hidden_size": 24},
     "sarvam_moe": GROUPED | HEAD,
+    "rwkv": {"num_hidden_layers": 2, "rescale_every": 0},
+    "rwkv-halved": {"rescale_every": 1, "intermediate_size": None},
     "sarvam_mla": GROUPED | LATENT | {"q_lora_rank": None},
     "youtu": LATENT | {"tie_word_embeddings": True},
     "glm_moe_dsa": GROUPED | LATENT | INDEX,

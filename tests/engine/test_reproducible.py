@@ -197,6 +197,7 @@ FAMILIES = {
     "falcon_h1": {},
     "granitemoehybrid": {},
     "mamba": {"state_size": 16},
+    "rwkv": {},
     "jamba": {"mamba_d_state": 16},
     "zamba": {"mamba_d_state": 16, "mamba_dt_rank": 16},
     "zamba2": {"adapter_rank": 16},

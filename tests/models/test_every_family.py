@@ -75,6 +75,7 @@ QUICK = {
     "phi3-longrope",
     "qwen4_exp",  # gated streams, n-grams of token ids, pools chosen by the mean of their keys
     "qwen3_next",  # a recurrence beside gated attention, experts
+    "rwkv",  # what came before each token, averages of values
     "stablelm-parallel",  # a tensor for each head
     "xglm",  # sines of positions
     "zamba",  # Mamba by heads

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv.ops.recurrent import (
+    DecayingAverage,
     Diagonal,
     Gains,
     LinearAttention,
@@ -18,6 +19,7 @@ from jaxkv.ops.recurrent import (
     Selected,
     Selective,
     Tokens,
+    Weighted,
     drive,
     run,
     short_conv,
@@ -92,6 +94,27 @@ def selective_reference(tokens: Selected) -> np.ndarray:
     return np.array(found)
 
 
+DECAY_X, BONUS_X = np.exp(np.random.default_rng(1).normal(-2, 2, X)), np.linspace(-9, 9, X)
+
+
+def average_reference(tokens: Weighted) -> np.ndarray:
+    """By the weights of all tokens, over that of the heaviest."""
+    (key, value, _), found = tokens, []
+    for t in range(len(key)):
+        behind = np.arange(t - 1, -1, -1)[:, None]
+        weight = np.concatenate([key[:t] - behind * DECAY_X, [key[t] + BONUS_X]])
+        weight = np.exp(weight - weight.max(axis=0))
+        found.append((weight * value[: t + 1]).sum(axis=0) / weight.sum(axis=0))
+    return np.array(found)
+
+
+def average_case(rng, count):
+    key = rng.normal(0, 100, (count, X))  # whose exp float32 has no room for
+    tokens = Weighted(key, rng.normal(size=(count, X)), np.ones(count))
+    rule = DecayingAverage(*(jnp.asarray(x, jnp.float32) for x in (DECAY_X, BONUS_X)))
+    return rule, tokens, average_reference(tokens)
+
+
 def linear_case(rng, count, by_channel=False, delta=False):
     tokens = linear_tokens(rng, count, by_channel=by_channel, delta=delta)
     return LinearAttention(by_channel=by_channel), tokens, linear_reference(tokens)
@@ -116,6 +139,7 @@ RULES = {
     "ssd": (linear_case, (HEADS, X, Y)),
     "rg_lru": (diagonal_case, (X,)),
     "selective": (selective_case, (X, Y)),
+    "decaying average": (average_case, (X, 3)),
     "selective by parts": (lambda *of: selective_case(*of, parts=(2,)), (X, Y)),
 }
 

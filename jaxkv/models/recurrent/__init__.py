@@ -10,9 +10,11 @@ from jaxkv.models.recurrent.mamba2 import Mamba2
 from jaxkv.models.recurrent.mixer import Mixer, StateArray
 from jaxkv.models.recurrent.ngrams import Ngrams
 from jaxkv.models.recurrent.rg_lru import RgLru
+from jaxkv.models.recurrent.rwkv import ChannelMix, TimeMix
 from jaxkv.models.recurrent.short_conv import ShortConv
 
 __all__ = [
+    "ChannelMix",
     "Compressor",
     "GatedDelta",
     "Lightning",
@@ -23,4 +25,5 @@ __all__ = [
     "RgLru",
     "ShortConv",
     "StateArray",
+    "TimeMix",
 ]

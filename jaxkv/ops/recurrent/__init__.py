@@ -8,8 +8,10 @@ from jaxkv.ops.recurrent.diagonal import Diagonal, Gains, Selected, Selective
 from jaxkv.ops.recurrent.drive import run
 from jaxkv.ops.recurrent.linear import LinearAttention, Tokens
 from jaxkv.ops.recurrent.rows import Rows
+from jaxkv.ops.recurrent.weighted import DecayingAverage, Weighted
 
 __all__ = [
+    "DecayingAverage",
     "Diagonal",
     "Gains",
     "LinearAttention",
@@ -18,6 +20,7 @@ __all__ = [
     "Selected",
     "Selective",
     "Tokens",
+    "Weighted",
     "run",
     "short_conv",
 ]
