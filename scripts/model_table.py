@@ -65,7 +65,6 @@ NOT_READ = {
     ),
     "layers that run more than once, or share weights": "dory, hrm_text",
     "other recurrences": "xlstm",
-    "experts in attention": "jetmoe",
     "masks that are computed": "doge",
     "keys of an encoder": "bart and others",
     "norms that differ in eps or in how weights are stored, gates of what joins": (

@@ -503,6 +503,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"rms_norm_eps": 1e-2}
     | {"layer_types": ["linear_attention", "indexed_attention"] * 2, "swiglu_limit": 0.7}
     | {"mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "jetmoe": LOCAL | {"kv_channels": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "lara_mini": LINEAR
     | HEAD
     | EXPERTS

@@ -17,7 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import PagedKV
-from jaxkv.models import alibi, altup, compressed, differential, hyper, latent
+from jaxkv.models import (
+    alibi,
+    altup,
+    attention_experts,
+    compressed,
+    differential,
+    hyper,
+    latent,
+)
 from jaxkv.models.compressed import Compression, put
 from jaxkv.models.ngrams import with_ngrams
 from jaxkv.models.paged import Held, PagedAttention
@@ -223,6 +231,7 @@ class Layers:
 
         def attend(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             rope, gate_TX = rotation_of(number), h_TD
+            w = self._with_chosen(h_TD, w, head_dim)
             k: jax.Array | None
             index: AnyIndex | None
             if "k_up" in w:
@@ -277,6 +286,13 @@ class Layers:
             return linear_over(out_TF, w["o"], w.get("o_bias"), axis=self._axis), held
 
         return attend
+
+    def _with_chosen(self, h_TD: jax.Array, w: Weights, head_dim: int) -> Weights:
+        """Returns the layer's weights with those that these tokens choose to attend by, if any."""
+        router = self._spec.router
+        if router is None or attention_experts.ROUTER not in w:
+            return w
+        return attention_experts.with_chosen(h_TD, w, router, self._is_real_T, head_dim)
 
     def _recurrences(self, layers: Sequence[int]) -> list[Mix]:
         """Lists what mixes tokens by recurrent states in any of these layers."""
@@ -436,7 +452,7 @@ class Layers:
             if "shared_weight" in w:
                 shared_TD *= jax.nn.sigmoid(linear(x_TD, w["shared_weight"]))
             y_TD += scaled(shared_TD, router.shared_scale)
-        y_TD = add_up(y_TD, None, self._axis)
+        y_TD = add_up(y_TD, w.get("routed_bias"), self._axis)
         return y_TD + given_T1 * x_TD if router.num_identity else y_TD
 
 

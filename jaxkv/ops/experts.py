@@ -144,28 +144,46 @@ def run_experts(
     num_experts: int,
     on_input: bool = False,
 ) -> Array:
-    """Adds up what each token's experts make of it, [T, D] float32; `run(x, expert)` is one expert
-    on some rows. A token of an expert from `num_experts` on is in none. on_input: as in
-    `Router`.
+    """Adds up what each token's experts make of it, [T, D] float32, as `each_expert` gives it.
+    on_input: as in `Router`.
+    """
+    if on_input:
+        y_TKD = each_expert(x_TD, expert_TK, run, num_experts=num_experts, weight_TK=weight_TK)
+    else:
+        y_TKD = each_expert(x_TD, expert_TK, run, num_experts=num_experts)
+        y_TKD *= weight_TK[..., None]
+    return total_over(y_TKD, 1)
 
+
+def each_expert(
+    x: Array,
+    expert_TK: Array,
+    run: Callable[[Array, Array], Array],
+    *,
+    num_experts: int,
+    weight_TK: Array | None = None,
+) -> Array:
+    """Returns what each of a token's experts makes of it, [T, K, F] float32; `run(x, expert)` is
+    one expert on some rows. A token of an expert from `num_experts` on is in none, which makes 0.
+
+    x: tokens [T, D], or what each expert of a token takes, [T, K, D]. weight_TK: multiplies that.
     Tokens are sorted by expert and taken in blocks of one expert each; a block's last rows may be
     those of the next expert, whose own block overwrites what this one wrote there. Cost: an
     expert's weights are read once for each of its blocks.
     """
     num_each = expert_TK.size / num_experts
     on_cpu = next(rows for most, rows in CPU_ROWS if most is None or num_each <= most)
-    cpu, default = (partial(_by_blocks, run, num_experts, on_input, x) for x in (on_cpu, ROWS))
-    return jax.lax.platform_dependent(x_TD, expert_TK, weight_TK, cpu=cpu, default=default)
+    cpu, default = (partial(_by_blocks, run, num_experts, size) for size in (on_cpu, ROWS))
+    return jax.lax.platform_dependent(x, expert_TK, weight_TK, cpu=cpu, default=default)
 
 
 def _by_blocks(
     run: Callable[[Array, Array], Array],
     num_experts: int,
-    on_input: bool,
     num_rows: int,
-    x_TD: Array,
+    x: Array,
     expert_TK: Array,
-    weight_TK: Array,
+    weight_TK: Array | None,
 ) -> Array:
     num_tokens, num_used = expert_TK.shape
     expert_P = expert_TK.reshape(-1)
@@ -173,23 +191,24 @@ def _by_blocks(
     size_E = jnp.zeros(num_experts, jnp.int32).at[expert_P].add(1, mode="drop")
     start_E, blocks_E = jnp.cumsum(size_E) - size_E, -(-size_E // num_rows)
     end_E = jnp.cumsum(blocks_E)
-    token_P = jnp.pad(order_P // num_used, (0, num_rows))
-    weight_P = jnp.pad(weight_TK.reshape(-1)[order_P], (0, num_rows))
+    x_XD, is_of_each = x.reshape(-1, x.shape[-1]), x.ndim == 3
+    from_P = jnp.pad(order_P if is_of_each else order_P // num_used, (0, num_rows))
+    weight_P = None
+    if weight_TK is not None:
+        weight_P = jnp.pad(weight_TK.reshape(-1)[order_P], (0, num_rows))
 
-    def block(i: Array, y_PD: Array) -> Array:
+    def block(i: Array, y_PF: Array) -> Array:
         expert = jnp.searchsorted(end_E, i, side="right")
         start = start_E[expert] + (i - end_E[expert] + blocks_E[expert]) * num_rows
-        token_R, weight_R = (
-            jax.lax.dynamic_slice(of_P, (start,), (num_rows,)) for of_P in (token_P, weight_P)
-        )
-        x_RD = x_TD[token_R] * weight_R[:, None] if on_input else x_TD[token_R]
-        return jax.lax.dynamic_update_slice(y_PD, run(x_RD, expert), (start, 0))
+        x_RD = x_XD[jax.lax.dynamic_slice(from_P, (start,), (num_rows,))]
+        if weight_P is not None:
+            x_RD *= jax.lax.dynamic_slice(weight_P, (start,), (num_rows,))[:, None]
+        return jax.lax.dynamic_update_slice(y_PF, run(x_RD, expert), (start, 0))
 
-    y_PD = jnp.zeros((token_P.shape[0], x_TD.shape[1]), jnp.float32)
-    y_PD = jax.lax.fori_loop(0, end_E[-1], block, y_PD)
+    made = jax.eval_shape(run, jax.ShapeDtypeStruct((num_rows, x.shape[-1]), x.dtype), end_E[-1])
+    y_PF = jnp.zeros((from_P.shape[0], made.shape[1]), jnp.float32)
+    y_PF = jax.lax.fori_loop(0, end_E[-1], block, y_PF)
     place_P = jnp.zeros_like(order_P).at[order_P].set(jnp.arange(order_P.shape[0]))
-    y_TKD = y_PD[place_P].reshape(num_tokens, num_used, -1)
+    y_TKF = y_PF[place_P].reshape(num_tokens, num_used, -1)
     # Behind the last expert's rows are those of its last block, which nobody writes over.
-    is_in_one = (expert_TK < num_experts)[..., None]
-    y_TKD = y_TKD if on_input else y_TKD * weight_TK[..., None]
-    return total_over(jnp.where(is_in_one, y_TKD, 0), 1)
+    return jnp.where((expert_TK < num_experts)[..., None], y_TKF, 0)

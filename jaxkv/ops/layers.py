@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxkv.axes import Array
 from jaxkv.ops.adapters import Adapted
-from jaxkv.ops.matrices import AnyMatrix, Matrix, Packed, Summed, dot
+from jaxkv.ops.matrices import AnyMatrix, Chosen, Matrix, Packed, Summed, dot
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -50,7 +50,9 @@ TILE_ROWS = 8
 """Rows that XLA:CPU takes at once of a matrix that it multiplies with a vector."""
 
 
-def linear(x_TD: Array, w: AnyMatrix | Summed | Adapted, bias_F: Array | None = None) -> Array:
+def linear(
+    x_TD: Array, w: AnyMatrix | Summed | Adapted | Chosen, bias_F: Array | None = None
+) -> Array:
     """Computes x @ w.T + bias with a float32 result.
 
     The weight keeps the checkpoint's [out, in] layout. Asking for a float32 result is what makes
@@ -60,6 +62,9 @@ def linear(x_TD: Array, w: AnyMatrix | Summed | Adapted, bias_F: Array | None = 
     """
     if isinstance(w, Adapted):
         return w.added_to(linear(x_TD, w.base, bias_F), x_TD)
+    if isinstance(w, Chosen):
+        y_TF = w.multiply(x_TD)
+        return y_TF if bias_F is None else y_TF + bias_F.astype(jnp.float32)[None, :]
     if isinstance(w, Summed):
         return linear(x_TD, w.base, bias_F) + linear(linear(x_TD, w.down), w.up)
     x_TD, num_tokens = x_TD.astype(w.dtype), x_TD.shape[0]
@@ -94,7 +99,7 @@ def linear_by_group(x_TD: Array, w: AnyMatrix | Adapted) -> Array:
 
 
 def linear_over(
-    x_TD: Array, w: AnyMatrix | Adapted, bias_F: Array | None = None, *, axis: str | None
+    x_TD: Array, w: AnyMatrix | Adapted | Chosen, bias_F: Array | None = None, *, axis: str | None
 ) -> Array:
     """Computes `linear` where each device along the mesh axis has some columns of x and w: their
     products are added up.

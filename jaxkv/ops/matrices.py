@@ -5,8 +5,8 @@ packed. Float32 results, the weights' dtype at the inputs of a matmul.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -286,6 +286,19 @@ class Summed(Extended):
         """Multiplies with so many rows: [T, num_rows] float32."""
         y_TX = self.down.dot(x_TD, 0, self.down.num_rows)
         return self.base.dot(x_TD, start, num_rows) + self.up.dot(y_TX, start, num_rows)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Stands where a weight does, for what each token multiplies with matrices that it has chosen.
+
+    num_columns: numbers that `multiply` takes of a token, [T, num_columns], of which it makes
+    [T, F] float32.
+    """
+
+    num_columns: int
+    dtype: np.dtype
+    multiply: Callable[[Array], Array]
 
 
 AnyMatrix = Matrix | Packed

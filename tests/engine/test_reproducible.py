@@ -198,6 +198,7 @@ FAMILIES = {
     "granitemoehybrid": {},
     "mamba": {"state_size": 16},
     "rwkv": {},
+    "jetmoe": {"kv_channels": 16, "num_local_experts": 16},
     "jamba": {"mamba_d_state": 16},
     "zamba": {"mamba_d_state": 16, "mamba_dt_rank": 16},
     "zamba2": {"adapter_rank": 16},

@@ -59,6 +59,7 @@ QUICK = {
     "glm_moe_dsa-shared",  # keys chosen by an index, some by that of a layer before
     "gpt2",  # learned positions, transposed weights
     "granite_swa",  # sinks
+    "jetmoe",  # experts' queries and outputs of attention
     "mimo_v2_flash",  # values smaller than keys, KV heads by the kind of layer, experts
     "llama4",  # chunks, layers without rotation, weighed inputs of experts; text part of a model
     "longcat_flash",  # experts whose results join later, or that give back what comes in

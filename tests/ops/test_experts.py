@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.ops.experts import Router, run_experts
+from jaxkv.ops.experts import Router, each_expert, run_experts
 
 NUM_EXPERTS, WIDTH = 5, 12
 
@@ -44,6 +44,29 @@ def test_every_token_goes_through_its_experts(num_tokens, likely):
     got = run(x, chosen, weight, w)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
     np.testing.assert_array_equal(run(x[:2], chosen[:2], weight[:2], w), got[:2])  # to the bit
+
+
+@pytest.mark.parametrize("num_tokens", [3, 200])
+def test_each_expert_of_a_token_may_take_what_is_its_own(num_tokens):
+    """And one gives more numbers than it takes; what is in no expert is 0."""
+    rng = np.random.default_rng(0)
+    chosen = np.array([rng.permutation(NUM_EXPERTS)[:2] for _ in range(num_tokens)])
+    chosen[num_tokens // 2] = NUM_EXPERTS
+    x = rng.normal(size=(num_tokens, 2, WIDTH)).astype(np.float32)
+    w = rng.normal(size=(NUM_EXPERTS, 2 * WIDTH, WIDTH)).astype(np.float32)
+
+    @jax.jit
+    def each(x: jax.Array, chosen: jax.Array) -> jax.Array:
+        return each_expert(
+            x,
+            chosen,
+            lambda x_RD, expert: jnp.dot(x_RD, jnp.asarray(w)[expert].T, precision="highest"),
+            num_experts=NUM_EXPERTS,
+        )
+
+    padded = np.concatenate([w, np.zeros_like(w[:1])])
+    want = np.einsum("tkfd,tkd->tkf", np.float64(padded)[chosen], x)
+    np.testing.assert_allclose(each(x, np.int32(chosen)), want, rtol=0, atol=2e-5)
 
 
 def test_groups_bound_the_choice():
