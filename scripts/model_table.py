@@ -63,14 +63,14 @@ NOT_READ = {
     "attention that chooses among keys by an index, in other forms than DeepSeek-V3.2": (
         "dots3_note"
     ),
-    "layers that run more than once, or share weights": "dory, hrm_text",
+    "layers that run more than once": "dory, hrm_text, inkling2_loop",
     "other recurrences": "xlstm",
-    "masks that are computed": "doge",
+    "biases of scores that tokens compute": "doge, inkling, inkling2",
     "keys of an encoder": "bart and others",
     "norms that differ in eps or in how weights are stored, gates of what joins": (
         "muse_glimmer, muse_spark"
     ),
-    "a reader, or a closer look": "inkling, zaya",
+    "convolutions of queries and keys, routers that read those of the layer before": "zaya",
 }
 """What transformers 5.24 has decoders of that are not read, by what they need that is not built."""
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.axes import Array
-from jaxkv.ops.layers import softmax, total, total_over
+from jaxkv.ops.layers import rounded, softmax, total, total_over
 
 CPU_ROWS, ROWS = ((2, 4), (31, 16), (None, 64)), 128
 """Tokens that an expert takes at once: on a CPU 4 where experts have 2 each or less on average, and
@@ -151,7 +151,7 @@ def run_experts(
         y_TKD = each_expert(x_TD, expert_TK, run, num_experts=num_experts, weight_TK=weight_TK)
     else:
         y_TKD = each_expert(x_TD, expert_TK, run, num_experts=num_experts)
-        y_TKD *= weight_TK[..., None]
+        y_TKD = rounded(y_TKD * weight_TK[..., None])
     return total_over(y_TKD, 1)
 
 
