@@ -1183,7 +1183,6 @@ def test_the_command_says_what_is_wrong_before_it_loads_anything(capsys):
         (["--disable-log-requests"], "--disable-log-requests: vLLM's, which sets nothing here"),
         (["--no-enable-log-requests"], "--no-enable-log-requests: vLLM's, not built here"),
         (["--swap-space=4"], "--swap-space: vLLM's, which sets nothing here: leave it out"),
-        (["--trust-remote-code"], "not built here (nearest: a family of jaxkv.models.families)"),
         (["--reasoning-parser", "qwen3"], "--reasoning-parser: vLLM's, not built here (nearest:"),
         (["--enable-auto-tool-choice"], "--enable-auto-tool-choice: vLLM's, not built here"),
         (["-pp", "2"], "-pp: vLLM's, not built here"),
