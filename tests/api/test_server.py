@@ -1192,9 +1192,9 @@ def test_the_command_says_what_is_wrong_before_it_loads_anything(capsys):
         (["--max-model-len", "1q"], "expected a whole number such as 4096, 4k (4,000) or 4K"),
     ],
 )
-def test_vllms_flags_that_are_not_here_are_refused_by_name(flags, says, capsys):
+def test_vllms_flags_that_are_not_here_are_refused_by_name(flags, says, capsys, tmp_path):
     with pytest.raises(SystemExit) as caught:
-        cli.main(["serve", *flags])
+        cli.main(["serve", str(tmp_path), *flags])  # a model that is none: no server begins
     assert caught.value.code == 2
     assert says in capsys.readouterr().err
 
