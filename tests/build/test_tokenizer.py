@@ -1,6 +1,7 @@
 """A tokenizer is the one that transformers' AutoTokenizer loads, whoever chooses its class."""
 
 import json
+import sys
 
 import pytest
 
@@ -149,7 +150,9 @@ class OwnTokenizer(PreTrainedTokenizer):
 
 
 def test_code_of_a_checkpoint_makes_a_tokenizer_only_where_it_is_trusted(tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", tmp_path / "modules")
+    cache = "transformers.dynamic_module_utils.HF_MODULES_CACHE"
+    monkeypatch.setattr(cache, str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])  # to which that directory is added
     (tmp_path / "tokenization_own.py").write_text(OWN)
     names = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
     names |= {"tokenizer_class": "OwnTokenizer", "eos_token": "<end>"}
