@@ -5,9 +5,12 @@ import sys
 
 import pytest
 
+from jaxkv.build.model import find_model
+from jaxkv.build.options import EngineOptions
 from jaxkv.build.tokenizer import ALWAYS, ALWAYS_GENERIC, OF_MODELS, known_class, load_tokenizer
 from jaxkv.errors import CheckpointError
 from jaxkv.requests.grammar import Grammars
+from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
 
 TEXTS = ["The end of  the story", " One\n\nby <s> one", "Привет, мир! 12345"]
@@ -153,13 +156,14 @@ def test_code_of_a_checkpoint_makes_a_tokenizer_only_where_it_is_trusted(tmp_pat
     cache = "transformers.dynamic_module_utils.HF_MODULES_CACHE"
     monkeypatch.setattr(cache, str(tmp_path / "modules"))
     monkeypatch.setattr("sys.path", [*sys.path])  # to which that directory is added
+    make_checkpoint(tmp_path, tiny_config("llama", vocab_size=257))
     (tmp_path / "tokenization_own.py").write_text(OWN)
     names = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
     names |= {"tokenizer_class": "OwnTokenizer", "eos_token": "<end>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
     with pytest.raises(CheckpointError, match=r"custom code.*\n.*\n.*trust_remote_code=True"):
-        load_tokenizer(tmp_path)
-    tokenizer = load_tokenizer(tmp_path, trust_remote_code=True)
+        find_model(EngineOptions(tmp_path))
+    tokenizer = find_model(EngineOptions(tmp_path, trust_remote_code=True)).tokenizer
     ids = tokenizer.encode("naïve")
     assert ids == [*"naïve".encode()]
     assert tokenizer.decode(ids) == "naïve"
