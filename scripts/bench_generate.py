@@ -211,22 +211,18 @@ VECTORS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """Makes a table in Markdown, a row per line and engine; ratios are jaxkv's speed over that
-    engine's.
+    """Makes two tables in Markdown, a row per line and a column per engine: tokens per second, and
+    per CPU second of all threads.
     """
-    rows = [
-        "| line | engine | tokens/s | jaxkv has times | tokens per CPU second | jaxkv has times |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, of_engine in results.items():
-        for engine, one in of_engine.items():
-            cells = [name, engine]
-            for key in ("tokens_per_s", "tokens_per_cpu_s"):
-                ratio = one.get(f"jaxkv_{key}_ratio")
-                shown = "" if engine == "jaxkv" or ratio is None else f"{ratio:.2f}"
-                cells += [f"{one[key]:,.1f}", shown]
-            rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+    engines = list(dict.fromkeys(engine for of_engine in results.values() for engine in of_engine))
+    tables = []
+    for key, unit in (("tokens_per_s", "tokens/s"), ("tokens_per_cpu_s", "tokens per CPU second")):
+        rows = [f"| {unit} | {' | '.join(engines)} |", "|---" * (1 + len(engines)) + "|"]
+        for name, of_engine in results.items():
+            cells = [f"{of_engine[engine][key]:,.1f}" for engine in engines]
+            rows.append(f"| {name} | {' | '.join(cells)} |")
+        tables.append("\n".join(rows))
+    return "\n\n".join(tables)
 
 
 BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
@@ -241,10 +237,11 @@ def write_page(page: Path, result: dict[str, Any]) -> None:
     options = result["options"]
     num_rounds = len(next(iter(next(iter(result["lines"].values())).values()))["rounds"])
     rounds = "one round" if num_rounds == 1 else f"medians of {num_rounds} rounds"
-    versions = "; ".join(
-        f"{name}: {', '.join(f'{part} {of}' for part, of in engine['versions'].items())}"
-        for name, engine in result["engines"].items()
-    )
+    engines: dict[str, list[str]] = {}
+    for name, engine in result["engines"].items():
+        versions = ", ".join(f"{part} {of}" for part, of in engine["versions"].items())
+        engines.setdefault(versions, []).append(name)
+    versions = "; ".join(f"{', '.join(names)}: {of}" for of, names in engines.items())
     said = (
         f"{result['date']}, {result['cores']} cores of an {result['cpu']} "
         f"({', '.join(result['vectors'])}), load {result['load_before']:.1f} before. Shape "

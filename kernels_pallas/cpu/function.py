@@ -223,9 +223,9 @@ def of_bfloat16(f: Function, address: str, offset: object) -> str:
 
 
 def totals(f: Function, rows: Sequence[Sequence[str]], *, whole: bool = False) -> list[str]:
-    """Adds up the vectors of rows, of floats or of whole numbers, of which each row has four: gives
-    the four totals of each row. Eight numbers are added up in pairs: those side by side, pairs of
-    those, both halves; sixteen in halves until one is left.
+    """Adds up the vectors of rows, of floats or of whole numbers, of which each row has four or,
+    of sixteen numbers, one: gives the totals of each row. Eight numbers are added up in pairs:
+    those side by side, pairs of those, both halves; sixteen in halves until one is left.
     """
     operation, number = ("add", "i32") if whole else ("fadd", "float")
     kind = f"<{f.lanes} x {number}>"
@@ -254,8 +254,17 @@ def totals(f: Function, rows: Sequence[Sequence[str]], *, whole: bool = False) -
         found = added(pairs, [i + j for i in quarters for j in (0, 2, 16, 18)], 1)
         return [f.shuffle(kind, found, found, range(i, i + 4)) for i in quarters[: len(rows)]]
 
+    def of_one(found: str) -> str:
+        for half in (8, 4, 2, 1):
+            both = f"<{2 * half} x {number}>"
+            first, second = (f.shuffle(both, found, found, range(i, i + half)) for i in (0, half))
+            found = f.let(f"{operation} <{half} x {number}> {first}, {second}")
+        return found
+
     if f.lanes == 8:
         return [of_eight(row) for row in rows]
+    if len(rows[0]) == 1:
+        return [of_one(only) for (only,) in rows]
     return [total for i in range(0, len(rows), 4) for total in of_sixteen(rows[i : i + 4])]
 
 

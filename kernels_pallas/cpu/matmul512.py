@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 
-from kernels_pallas.cpu.function import FOUR, SIXTEEN, Function, blocks, integers, totals
+from kernels_pallas.cpu.function import SIXTEEN, Function, blocks, integers, totals
 from kernels_pallas.cpu.products import UNSIGNED, UNSIGNED_HALVES, Operands, kernel
 
 OFFSET = -0x7F7F7F80
@@ -47,6 +47,12 @@ FEW = 32
 """Of up to so many rows of x, memory takes longer to bring w than they take to be multiplied. All
 are multiplied with some rows of w before others, and the next ones are fetched meanwhile, one line
 after the other, which memory gives faster than rows side by side.
+"""
+
+SHORT = 4096
+"""Rows of w with fewer bytes are multiplied with a row of x that is alone one after the other, as
+memory has them, which the processor fetches ahead better than rows side by side. A line is asked
+for before it is read all the same, which makes it faster (docs/benchmarks/cpu.md).
 """
 
 DEPTH = {"bfloat16": 2048, "float32": 1024, "int8": 4096}
@@ -80,29 +86,42 @@ def _tile(dtype: str) -> Function:
     of other columns than those multiplied where D is above DEPTH, but in the end all of them.
     """
     f = Function(f"define internal void @tile512_{dtype}({TILE}) noinline", lanes=16)
-    width = width_of(dtype)
-    are_few, depth = f.let(f"icmp sle i64 %all, {FEW}"), DEPTH[dtype]
+    width, depth = width_of(dtype), DEPTH[dtype]
+    is_one, is_few = (f.let(f"icmp sle i64 %all, {count}") for count in (1, FEW))
+    is_short = f.let(f"icmp slt i64 %D, {SHORT // width}")
+    is_alone = f.let(f"and i1 {is_one}, {is_short}")
+    with f.where(is_alone), f.each(0, "%N", 1) as output:
+        row = row_of(f, dtype, "%w", output, "0")
+        _add(f, dtype, 1, "0", output, "0", row, outputs=1)
+    are_few = f.let(f"xor i1 {is_few}, {is_alone}")
     with f.where(are_few), f.each(0, "%N", OUTPUTS) as output, f.each(0, "%D", depth) as start:
         later = f.mul(f.add(f.mul("%D", f.add(output, OUTPUTS)), f.mul(start, OUTPUTS)), width)
         for rows, first, stop in blocks(f, "%T", ROWS):
             with f.each(first, stop, rows) as t:
                 _add(f, dtype, rows, t, output, start, f.at("%w", later))
-    with f.where(f.let(f"xor i1 {are_few}, true")), f.each(0, "%D", depth) as start:
+    with f.where(f.let(f"xor i1 {is_few}, true")), f.each(0, "%D", depth) as start:
         for rows, first, stop in blocks(f, "%T", ROWS):
             with f.each(first, stop, rows) as t, f.each(0, "%N", OUTPUTS) as output:
-                _add(f, dtype, rows, t, output, start, None)
+                _add(f, dtype, rows, t, output, start)
     f.do("ret void")
     return f
 
 
 def _add(
-    f: Function, dtype: str, rows: int, t: str, output: str, start: str, later: str | None
+    f: Function,
+    dtype: str,
+    rows: int,
+    t: str,
+    output: str,
+    start: str,
+    later: str | None = None,
+    outputs: int = OUTPUTS,
 ) -> None:
-    """Adds the products of rows of x, from t on, with OUTPUTS rows of w, of columns from `start`
+    """Adds the products of rows of x, from t on, with `outputs` rows of w, of columns from `start`
     on; `later` as `multiply` has it.
     """
     depth = f.least(f.sub("%D", start), DEPTH[dtype])
-    w = [row_of(f, dtype, "%w", f.add(output, i), start) for i in range(OUTPUTS)]
+    w = [row_of(f, dtype, "%w", f.add(output, i), start) for i in range(outputs)]
     multiply(f, dtype, [f.add(t, r) for r in range(rows)], w, output, start, depth, later)
 
 
@@ -126,32 +145,34 @@ def multiply(
     depth: str,
     later: str | None = None,
 ) -> None:
-    """Adds the products of rows of x with OUTPUTS rows of w, from column `start` on, to y. w:
-    addresses of that column. later: what is so many bytes behind them is fetched meanwhile.
+    """Adds the products of rows of x with OUTPUTS rows of w, or with one, from column `start` on,
+    to y. w: addresses of that column. later: what lies from there on is fetched meanwhile.
     """
-    product = Product(f, dtype, rows, start)
+    product = Product(f, dtype, rows, start, len(w))
     with f.each(0, depth, COLUMNS[dtype]) as column:
         numbers = product.read(column)
         for i, address in enumerate(w):
             place = f.at(address, f.mul(column, width_of(dtype)))
             if later is not None:
-                line = f.add(f.mul(column, OUTPUTS * width_of(dtype)), 64 * i)
+                line = f.add(f.mul(column, len(w) * width_of(dtype)), 64 * i)
                 f.fetch(f.at(later, line), stays=True)
             product.add(i, numbers, f.load(_kind(dtype), place, align=width_of(dtype)))
     product.finish(output)
 
 
 class Product:
-    """Holds the sums for some rows of x and OUTPUTS rows of w, of columns from `start` on."""
+    """Holds the sums for some rows of x and of w, of columns from `start` on."""
 
-    def __init__(self, f: Function, dtype: str, rows: Sequence[str], start: str) -> None:
-        self.f, self.dtype, self.rows, self.start = f, dtype, rows, start
+    def __init__(
+        self, f: Function, dtype: str, rows: Sequence[str], start: str, outputs: int = OUTPUTS
+    ) -> None:
+        self.f, self.dtype, self.rows, self.start, self.outputs = f, dtype, rows, start, outputs
         self.x = [row_of(f, dtype, "%x", number, start) for number in rows]
         self.kind = WHOLE if dtype == "int8" else SIXTEEN
         # Of int8 one more row, of what was added to x, is taken from the others.
         count = len(rows) + (dtype == "int8")
         self.sums = [
-            [f.variable(self.kind, align=64) for _ in range(OUTPUTS)] for _ in range(count)
+            [f.variable(self.kind, align=64) for _ in range(outputs)] for _ in range(count)
         ]
         for place in chain(*self.sums):
             f.store(f"{self.kind} zeroinitializer", place, align=64)
@@ -179,14 +200,15 @@ class Product:
         of_rows = [[f.load(self.kind, place, align=64) for place in row] for row in self.sums]
         is_whole = self.dtype == "int8"
         all_found = totals(f, of_rows, whole=is_whole)
-        add, four = ("add", "<4 x i32>") if is_whole else ("fadd", FOUR)
+        add, number_of = ("add", "i32") if is_whole else ("fadd", "float")
+        kind = f"<{self.outputs} x {number_of}>"
         for number, found in zip(self.rows, all_found, strict=False):
             if is_whole:
-                found = f.let(f"sub {four} {found}, {all_found[-1]}")
+                found = f.let(f"sub {kind} {found}, {all_found[-1]}")
             place = f.mul(f.add(f.mul(number, "%F"), output), 4)
-            before = f.load(four, "%y", place, align=4)
-            before = f.let(f"select i1 {is_first}, {four} zeroinitializer, {four} {before}")
-            f.store(f"{four} {f.let(f'{add} {four} {before}, {found}')}", "%y", place, align=4)
+            before = f.load(kind, "%y", place, align=4)
+            before = f.let(f"select i1 {is_first}, {kind} zeroinitializer, {kind} {before}")
+            f.store(f"{kind} {f.let(f'{add} {kind} {before}, {found}')}", "%y", place, align=4)
 
 
 def _kind(dtype: str) -> str:
