@@ -329,37 +329,24 @@ def _dot_packed(x_TD: Array, w: Packed) -> Array:
     """
     # One scale for all of a row is multiplied with what comes out.
     is_scaled = w.zeros is not None or w.num_groups > 1
-    if w.tables is None and native.takes_int4(w.leaf.dtype, w.group, w.dtype):
-        y_TF = _dot_int4(x_TD, w, is_scaled)
-    else:
-        y_TF = _dot_numbers(x_TD, w, is_scaled)
-    if not is_scaled:
-        y_TF = y_TF * w._of_layer(w.scales, *w._whole).astype(jnp.float32)
-    return y_TF if w.factors is None else y_TF * w.factors[w.layer]
-
-
-def _dot_int4(x_TD: Array, w: Packed, is_scaled: bool) -> Array:
-    """Multiplies with integers of 4 bits, and scales and zero points, where they lie."""
     values_NGFC, number = _flattened(w.leaf, w.layer, 3)
     zeros_NGF = None if w.zeros is None else _flattened(w.zeros, w.layer)[0]
     if not is_scaled:
-        scales_NGF = jnp.ones((1, w.num_groups, w.num_rows), w.dtype)
+        scales_NGF = None
     elif w.scales.dtype == w.dtype:
         scales_NGF, _ = _flattened(w.scales, w.layer)
     else:
-        scales_NGF = w._of_layer(w.scales, *w._whole).astype(w.dtype)[None]
-    return native.matmul_int4(x_TD, values_NGFC, number, scales_NGF, zeros_NGF)
-
-
-def _dot_numbers(x_TD: Array, w: Packed, is_scaled: bool) -> Array:
-    """Multiplies with the numbers that values stand for."""
-    values_NGFC, number = _flattened(w.leaf, w.layer, 3)
-    table = None if w.tables is None else w.tables[w.layer]
-    zero_GF = None if w.zeros is None else w._of_layer(w.zeros, *w._whole)
-    scale_GF = w._of_layer(w.scales, *w._whole) if is_scaled else None
-    if scale_GF is not None and table is None:
-        scale_GF = scale_GF.astype(w.dtype)
-    return native.matmul_packed(x_TD, values_NGFC, number, scale_GF, zero_GF, table, w.dtype)
+        rounded = w.dtype if w.tables is None else jnp.float32
+        scales_NGF = w._of_layer(w.scales, *w._whole).astype(rounded)[None]
+    if w.tables is None and native.takes_int4(w.leaf.dtype, w.group, w.dtype):
+        y_TF = native.matmul_int4(x_TD, values_NGFC, number, scales_NGF, zeros_NGF)
+    else:
+        table = None if w.tables is None else w.tables[w.layer]
+        more = scales_NGF, zeros_NGF, table, w.dtype
+        y_TF = native.matmul_packed(x_TD, values_NGFC, number, *more)
+    if not is_scaled:
+        y_TF = y_TF * w._of_layer(w.scales, *w._whole).astype(jnp.float32)
+    return y_TF if w.factors is None else y_TF * w.factors[w.layer]
 
 
 @_dot_packed.defjvp

@@ -296,30 +296,39 @@ def matmul_packed(
     x_TD: Array,
     values_NGFC: Array,
     index: int | Array,
-    scales_GF: Array | None,
-    zeros_GF: Array | None,
+    scales_NGF: Array | None,
+    zeros_NGF: Array | None,
     table: Array | None,
     dtype: np.dtype,
 ) -> Array:
     """Computes x @ w.T, [T, F] float32, with x and w in `dtype`, where w is (what the values
     [index] stand for - zeros) * scales. The bits of a row do not depend on T.
 
-    scales_GF: None where there are none, nor zeros. table: what values of 4 bits stand for, [16].
+    scales_NGF: bfloat16 or float32, zeros_NGF: int8 or float32, of all matrices or, with an N of 1,
+    of the one [index]. None where there are none; with no scales there are no zeros. table: what
+    values of 4 bits stand for, [16].
     """
     make_all()
     x_TD = _multiplied_as(x_TD, dtype)
     kind, (_, groups, outputs, _) = _kind(values_NGFC.dtype), values_NGFC.shape
-    if scales_GF is None:
-        scales_GF = jnp.ones((groups, outputs) if kind == "int4" else (0, 0))
-    if zeros_GF is None:
-        zeros_GF = jnp.zeros((0, 0))
+    T, D = x_TD.shape
+    if scales_NGF is None:
+        scales_NGF = jnp.ones((1, groups, outputs) if kind == "int4" else (1, 0, 0))
+    if zeros_NGF is None:
+        zeros_NGF = jnp.zeros((1, 0, 0))
     if table is None:
         table = jnp.asarray([*range(8), *range(-8, 0)])
-    more = [x.astype(jnp.float32)[None] for x in (scales_GF, zeros_GF, table[None])]
     names = packed.HANDLERS512 if is_wide() else packed.HANDLERS
-    result = jax.ShapeDtypeStruct((x_TD.shape[0], outputs), jnp.float32)
-    call = jax.ffi.ffi_call(names[kind, dtype.name], result, vmap_method="sequential")
-    return call(x_TD, values_NGFC, jnp.asarray(index, jnp.int32), *more)
+    more = (scales_NGF, zeros_NGF)
+    wide = [x.shape[1:] if x.dtype != jnp.float32 else (0, 0) for x in more]
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((T, outputs), *wide)]
+    if kind == "int4" and ("int4_by_64", dtype.name) in names and D // groups % 64 == 0:
+        kind = "int4_by_64"
+        results.append(jax.ShapeDtypeStruct((T, D), x_TD.dtype))
+    call = jax.ffi.ffi_call(names[kind, dtype.name], results, vmap_method="sequential")
+    index, table = jnp.asarray(index, jnp.int32), table.astype(jnp.float32)[None, None]
+    y_TF, *_ = call(x_TD, values_NGFC, index, *more, table)
+    return y_TF
 
 
 def takes_int4(kind: np.dtype, columns: int, dtype: np.dtype) -> bool:
@@ -334,13 +343,14 @@ def matmul_int4(
     x_TD: Array,
     values_NGFC: Array,
     index: int | Array,
-    scales_NGF: Array,
+    scales_NGF: Array | None,
     zeros_NGF: Array | None,
 ) -> Array:
     """Computes x @ w[index].T, [T, F] float32, where w is (values - zeros) * scales, and x is
     rounded to 16 bits (`kernels_pallas.cpu.int4`). The bits of a row do not depend on T.
 
     scales_NGF: bfloat16, as zeros of int8 of all matrices or, with an N of 1, of the one [index].
+    None where there are none.
     """
     make_all()
     (T, D), (_, groups, outputs, _) = x_TD.shape, values_NGFC.shape
@@ -350,6 +360,8 @@ def matmul_int4(
     shapes = ((T, outputs), "float32"), ((T, D), "int16"), ((T, D // part, 2), "float32")
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     call = jax.ffi.ffi_call(int4.HANDLER, results, vmap_method="sequential")
+    if scales_NGF is None:
+        scales_NGF = jnp.ones((1, groups, outputs), jnp.bfloat16)
     if zeros_NGF is None:
         zeros_NGF = jnp.zeros((1, 0, 0), jnp.int8)
     index, x_TD = jnp.asarray(index, jnp.int32), x_TD.astype(jnp.float32)

@@ -56,7 +56,7 @@ OUTPUTS, ROWS = 4, (4, 2, 1)
 fours as there are, then less.
 """
 
-MORE = {"scales": 2, "zeros": 1}
+MORE = ("scales", "zeros")
 POINTERS = ("x", "w", "y", "q", "steps", *MORE)
 SIZES = {"T": "num_tokens", "N": "num_outputs", "first": "first_output"}
 SIZES |= {name: name for name in ("D", "F", "C", "part")}
@@ -187,7 +187,7 @@ def _task() -> Function:
             later=_place(f, f.add(start, "%part"))[1],
             start=start,
             number=f.let(f"sdiv i64 {start}, %part"),
-            scales=f.at("%scales", f.mul(row, MORE["scales"])),
+            scales=f.at("%scales", f.mul(row, 2)),
             zeros=f.at(zeros, f.mul(row, zero_width)),
             zero_width=zero_width,
             y=y,
@@ -233,7 +233,7 @@ def _multiply(f: Function, part: _Part, rows: Sequence[str], output: str) -> Non
     zeros = f.load("<4 x i8>", part.zeros, f.mul(output, part.zero_width), align=1)
     zeros = f.let(f"sitofp <4 x i8> {zeros} to {FOUR}")
     offsets = f.let(f"fsub {FOUR} <{', '.join(['float -8.0'] * 4)}>, {zeros}")
-    scales = f.load("<4 x i16>", part.scales, f.mul(output, MORE["scales"]), align=2)
+    scales = f.load("<4 x i16>", part.scales, f.mul(output, 2), align=2)
     scales = f.let(f"zext <4 x i16> {scales} to <4 x i32>")
     scales = f.let(f"shl <4 x i32> {scales}, {integers([16] * 4)}")
     scales = f.let(f"bitcast <4 x i32> {scales} to {FOUR}")

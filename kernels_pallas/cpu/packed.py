@@ -4,8 +4,10 @@ x @ w[index].T.
 Values [N, G, F, D / G] are of 4 bits, two in a byte with the first in the lower half, int8 or
 float8_e4m3fn; a group's columns are a multiple of `COLUMNS`, F of 16. Those of 4 bits stand for the
 16 numbers of `table` [1, 1, 16]. What they stand for, less the zero point of the group, times its
-scale is a number of w, rounded to the dtype of x: scales and zeros [1, G, F], or [1, 0, 0] where
-there are none, of the matrix that the index says, or of all [N, G, F]. All three are float32.
+scale is a number of w, rounded to the dtype of x: scales and zeros [N, G, F], or [1, G, F] of the
+matrix that the index says, or [1, 0, 0] where there are none. All three are float32, but scales may
+be bfloat16, and zeros int8: then results beside y, [G, F], get them in float32. Another one gets
+x in the order in which columns are read, where this is not theirs.
 
 Some rows of w are written as those numbers to a panel in the first-level cache, and multiplied from
 there as `matmul` and `matmul512` do, with the same sums. A vector of 16 numbers is the table of 4
@@ -21,17 +23,32 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kernels_pallas.cpu import matmul, matmul512
-from kernels_pallas.cpu.function import FLOATS, SIXTEEN, Function, blocks, integers, totals
+from kernels_pallas.cpu.function import (
+    FLOATS,
+    SIXTEEN,
+    Function,
+    blocks,
+    integers,
+    of_bfloat16,
+    totals,
+)
 from kernels_pallas.cpu.products import UNSIGNED, UNSIGNED_HALVES, Operands, kernel
 
-BITS = {"int4": 4, "int8": 8, "float8_e4m3fn": 8}
-"""Kinds of values, those of 4 bits under one name."""
+BITS = {"int4": 4, "int4_by_64": 4, "int8": 8, "float8_e4m3fn": 8}
+"""Kinds of values, those of 4 bits under two names: with AVX-512 those for bfloat16 in groups of a
+multiple of 64 columns are read by 64, the even ones before the odd ones.
+"""
 
 DTYPES = ("bfloat16", "float32")
 """Numbers of w are of one of these."""
 
 HANDLERS, HANDLERS512 = (
-    {(kind, dtype): f"jaxkv_{name}_{kind}_{dtype}" for kind in BITS for dtype in DTYPES}
+    {
+        (kind, dtype): f"jaxkv_{name}_{kind}_{dtype}"
+        for kind in BITS
+        for dtype in DTYPES
+        if kind != "int4_by_64" or (name, dtype) == ("packed512", "bfloat16")
+    }
     for name in ("packed", "packed512")
 )
 
@@ -57,6 +74,9 @@ DECLARED512 = (
 """The functions call these too, and read NO_ZERO, the zero point where there are none."""
 
 ADDRESSES = ("x", "w", "y", "scales", "zeros", "table")
+WIDE = {"scales": "wide_scales", "zeros": "wide_zeros"}
+"""Where numbers get as float32 that are not."""
+
 SIZES = ("first_output", "num_tokens", "num_outputs", "D", "F", "C")
 
 
@@ -90,9 +110,15 @@ class Form:
             x_bytes=2 if is_short else 4,
             w_bits=BITS[self.kind],
             counted=UNSIGNED_HALVES if is_short else UNSIGNED,
-            more=dict.fromkeys(ADDRESSES[3:], 4),
+            more=ADDRESSES[3:],
+            beside=(*WIDE.values(), *["ordered"] * (self.columns == 64)),
             in_groups=True,
         )
+
+    @property
+    def columns(self) -> int:
+        """Returns how many columns of a row are read at once."""
+        return 64 if self.kind == "int4_by_64" else COLUMNS
 
     @property
     def width(self) -> int:
@@ -114,11 +140,13 @@ class Form:
 def functions(lanes: int) -> list[Function]:
     """Writes the handlers, and what they call."""
     written = []
-    for kind, dtype in HANDLERS:
+    for kind, dtype in HANDLERS if lanes == 8 else HANDLERS512:
         form = Form(kind, dtype, lanes)
         for one in (form, replace(form, is_scaled=False))[: 1 + (BITS[kind] == 8)]:
             written.append(_tile(one) if lanes == 8 else _tile512(one))
-        written += kernel(form.name, form.operands, partial(_call, form)).functions()
+        written += kernel(
+            form.name, form.operands, partial(_call, form), partial(_prepare, form)
+        ).functions()
     return written
 
 
@@ -126,6 +154,33 @@ def _header(form: Form) -> str:
     addresses = ", ".join(f"ptr %{name}" for name in ADDRESSES)
     sizes = ", ".join(f"i64 %{name}" for name in ("first", "T", "N", "D", "F", "C"))
     return f"define internal void @{form.tile}({addresses}, {sizes}) noinline"
+
+
+def _prepare(form: Form, f: Function, known: dict[str, str]) -> None:
+    """Writes scales and zero points of less than 32 bits as float32, and x in the order in which
+    columns are read.
+    """
+    if form.columns == 64:
+        kind = "<32 x i16>"
+        with f.each(0, f.mul(f.mul(known["used"], known["D"]), 2), 128) as place:
+            first, second = (
+                f.load(kind, known["x"], f.add(place, far), align=2) for far in (0, 64)
+            )
+            for odd in (0, 1):
+                numbers = f.shuffle(kind, first, second, range(odd, 64, 2))
+                f.store(f"{kind} {numbers}", known["ordered"], f.add(place, 64 * odd), align=2)
+        known["x"] = known["ordered"]
+    count = f.mul(known["F"], f.let(f"sdiv i64 {known['D']}, {known['C']}"))
+    for name, to in WIDE.items():
+        is_short = f.let(f"icmp slt i64 {known[f'{name}_bytes']}, 4")
+        with f.where(is_short), f.each(0, count, f.lanes) as i:
+            if name == "scales":
+                numbers = of_bfloat16(f, known[name], f.mul(i, 2))
+            else:
+                short = f.load(f"<{f.lanes} x i8>", known[name], i, align=1)
+                numbers = f.let(f"sitofp <{f.lanes} x i8> {short} to {f.vector}")
+            f.store(f"{f.vector} {numbers}", known[to], f.mul(i, 4), align=4)
+        known[name] = f.let(f"select i1 {is_short}, ptr {known[to]}, ptr {known[name]}")
 
 
 def _call(form: Form, f: Function, part: Mapping[str, str]) -> None:
@@ -176,7 +231,7 @@ def _multiply_one(form: Form, f: Function, part: matmul.Part, output: str, y: st
         f.store(f"{FLOATS} zeroinitializer", place, align=32)
     with _pieces(form, f, row, matmul.OUTPUTS, part.start, part.depth) as (column, rows):
         place = f.at(x, f.mul(column, 4))
-        numbers = [f.load(FLOATS, place, 4 * j, align=4) for j in range(0, COLUMNS, 8)]
+        numbers = [f.load(FLOATS, place, 4 * j, align=4) for j in range(0, form.columns, 8)]
         for to, read in zip(sums, rows, strict=True):
             for number, weights in zip(numbers, read(), strict=True):
                 added = f.fma(weights, number, f.load(FLOATS, to, align=32))
@@ -234,7 +289,7 @@ def _multiply_one512(
     products = [matmul512.Product(f, form.dtype, ["0"], start) for _ in range(0, AT_ONCE, size)]
     with _pieces(form, f, row, AT_ONCE, start, depth) as (column, rows):
         step = matmul512.COLUMNS[form.dtype]
-        numbers = [products[0].read(f.add(column, j)) for j in range(0, COLUMNS, step)]
+        numbers = [products[0].read(f.add(column, j)) for j in range(0, form.columns, step)]
         for i, read in enumerate(rows):
             for of_x, of_w in zip(numbers, read(), strict=True):
                 products[i // size].add(i % size, of_x, of_w)
@@ -246,9 +301,9 @@ def _multiply_one512(
 def _pieces(
     form: Form, f: Function, row: str, num_rows: int, start: str, depth: str
 ) -> Iterator[tuple[str, list[Callable[[], list[str]]]]]:
-    """Repeats what is written inside for every COLUMNS of columns [start, start + depth) of rows of
-    w. Yields their first one, counted from `start`, and for each row what reads its numbers, in
-    vectors; meanwhile as much of the next rows is fetched, one line after the other.
+    """Repeats what is written inside for every `form.columns` of columns [start, start + depth) of
+    rows of w. Yields their first one, counted from `start`, and for each row what reads its
+    numbers, in vectors; meanwhile as much of the next rows is fetched, one line after the other.
     """
 
     def place_of(value: str) -> str:
@@ -265,12 +320,12 @@ def _pieces(
         origin = f.at("%w", place_of(f.sub(f.mul(place, "%C"), first)))
         values = [f.at(origin, place_of(f.mul("%C", i))) for i in range(num_rows)]
         next_rows = f.at("%w", place_of(f.mul(f.add(place, num_rows), "%C")))
-        num_bytes = num_rows * COLUMNS * BITS[form.kind] // 8
-        with f.each(begin, end, COLUMNS) as column:
+        num_bytes = num_rows * form.columns * BITS[form.kind] // 8
+        with f.each(begin, end, form.columns) as column:
             addresses = [f.at(value, place_of(column)) for value in values]
             lines = f.at(next_rows, place_of(f.mul(f.sub(column, first), num_rows)))
             for line in range(0, num_bytes, 64):
-                f.fetch(f.at(lines, line))
+                f.fetch(f.at(lines, line), stays=True)
             yield (
                 f.sub(column, start),
                 [partial(of_row.read, at) for of_row, at in zip(groups, addresses, strict=True)],
@@ -294,7 +349,7 @@ class _Group:
             self.zero = f.floats("fmul", zero, f.constant(1 / self.scale))
 
     def read(self, values: str) -> list[str]:
-        """Reads COLUMNS numbers of w, in vectors."""
+        """Reads `form.columns` numbers of w, in vectors."""
         lanes = self.f.lanes
         numbers = [self._number(values, column) for column in range(0, COLUMNS, lanes)]
         return [_shortened(self.f, numbers)] if self.form.width == 2 else numbers
@@ -343,12 +398,18 @@ class _GroupOf4(_Group):
             return self._by_bytes(values)
         if self.form.width == 4:
             return [self._by_numbers(f.at(values, i)) for i in (0, 8)]
+        if self.form.kind == "int4_by_64":
+            even = f.let(f"zext <32 x i8> {f.load('<32 x i8>', values, align=1)} to <32 x i16>")
+            return [self._found(even), self._found(f.let(f"lshr <32 x i16> {even}, {_all(4, 32)}"))]
         both = self._widened(values, 16)
         both = f.let(f"or {f.whole} {both}, {f.let(f'shl {f.whole} {both}, {_all(12, 16, 32)}')}")
-        indices = f.let(f"bitcast {f.whole} {both} to <32 x i16>")
-        operands = f"<32 x i16> {self.tables[0]}, <32 x i16> {indices}"
+        return [self._found(f.let(f"bitcast {f.whole} {both} to <32 x i16>"))]
+
+    def _found(self, indices: str) -> str:
+        """Looks up 32 numbers of bfloat16."""
+        f, operands = self.f, f"<32 x i16> {self.tables[0]}, <32 x i16> {indices}"
         found = f.let(f"call <32 x i16> @llvm.x86.avx512.permvar.hi.512({operands})")
-        return [f.let(f"bitcast <32 x i16> {found} to {PAIRS}")]
+        return f.let(f"bitcast <32 x i16> {found} to {PAIRS}")
 
     def _widened(self, address: str, count: int) -> str:
         narrow = self.f.load(f"<{count} x i8>", address, align=1)

@@ -9,7 +9,7 @@ first or the last matrix, as in XLA's slices.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from kernels_pallas.cpu.function import EIGHT, Function, integers
@@ -28,16 +28,16 @@ UNSIGNED, UNSIGNED_HALVES = 0x7FFFFFFF, 0x7FFF7FFF
 class Operands:
     """Says what a handler multiplies: how many bytes a number of x and how many bits one of w has;
     the 32 bits that a zero in x has, and those of them that count, as two zeros of floating point
-    differ by sign. more: operands behind the index, by name, with the bytes of a number: a stack
-    [N, A, B] as w is one, or [1, A, B] for any index, or [1, 0, 0] for none. beside: results behind
-    y. in_groups: w has groups of columns.
+    differ by sign. more: operands behind the index, of float32, bfloat16 or int8: a stack [N, A, B]
+    as w is one, or [1, A, B] for any index, or [1, 0, 0] for none. beside: results behind y.
+    in_groups: w has groups of columns.
     """
 
     x_bytes: int
     w_bits: int
     zero: int = 0
     counted: int = -1
-    more: Mapping[str, int] = field(default_factory=dict)
+    more: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     in_groups: bool = False
 
@@ -46,12 +46,12 @@ def kernel(
     name: str,
     operands: Operands,
     multiply: Callable[[Function, Mapping[str, str]], None],
-    prepare: Callable[[Function, Mapping[str, str]], None] | None = None,
+    prepare: Callable[[Function, dict[str, str]], None] | None = None,
 ) -> Kernel:
     """Returns the handler of this name. multiply: writes what multiplies outputs of tokens: x and
     y are addresses of the first ones, whose numbers are `first_token` and `first_output`, and
     `num_tokens` and `num_outputs` says how many. C is the columns of a group. prepare: writes what
-    is done once before.
+    is done once before, and may change what tasks know.
     """
     numbers, addresses = (
         ("blocks", "T", "used", "D", "F", "C"),
@@ -69,7 +69,7 @@ def kernel(
 
 def _begin(
     operands: Operands,
-    prepare: Callable[[Function, Mapping[str, str]], None] | None,
+    prepare: Callable[[Function, dict[str, str]], None] | None,
     f: Function,
     given: Sequence[Buffer],
 ) -> Mapping[str, str]:
@@ -93,7 +93,8 @@ def _begin(
             w.data, f.let(f"sdiv i64 {f.mul(f.mul(f.mul(F, D), number), operands.w_bits)}, 8")
         ),
         "y": of["y"].data,
-        **{name: _data(f, of[name], number, size) for name, size in operands.more.items()},
+        **{name: _data(f, of[name], number) for name in operands.more},
+        **{f"{name}_bytes": of[name].num_bytes() for name in operands.more},
         **{name: of[name].data for name in operands.beside},
     }
     if prepare is not None:
@@ -101,11 +102,11 @@ def _begin(
     return known
 
 
-def _data(f: Function, stack: Buffer, number: str, num_bytes: int) -> str:
+def _data(f: Function, stack: Buffer, number: str) -> str:
     """Returns where what a stack has for a matrix is, null for none."""
     is_none = f.let(f"icmp eq i64 {stack.dim(1)}, 0")
     own = f.least(number, f.add(stack.dim(0), -1))
-    offset = f.mul(f.mul(f.mul(own, stack.dim(1)), stack.dim(2)), num_bytes)
+    offset = f.mul(f.mul(f.mul(own, stack.dim(1)), stack.dim(2)), stack.num_bytes())
     return f.let(f"select i1 {is_none}, ptr null, ptr {f.at(stack.data, offset)}")
 
 

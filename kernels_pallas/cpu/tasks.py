@@ -15,8 +15,9 @@ from kernels_pallas.cpu.function import Function
 # Offsets in bytes within the structures of the interface.
 EXTENSION, API, CONTEXT, ARGUMENTS, RESULTS = 8, 16, 24, 72, 112  # of a call
 METADATA, MAJOR, MINOR = 24, 24, 28  # of an extension, and of what it points to
-DATA, DIMS = 24, 40  # of a buffer
+DTYPE, DATA, DIMS = 16, 24, 40  # of a buffer
 DESTROY_ERROR, SCHEDULE, NUM_THREADS = 64, 136, 144  # of the functions that XLA offers
+FLOAT32, BFLOAT16 = 11, 16  # of dtypes
 VERSION = (0, 3)
 """The handlers ask for this version of the interface. Later ones of the same first number only add
 to the ends of structures.
@@ -36,6 +37,14 @@ class Buffer:
     @property
     def data(self) -> str:
         return self.f.load("ptr", self.address, DATA)
+
+    def num_bytes(self) -> str:
+        """Gives the bytes of a number, of float32, bfloat16 or int8."""
+        f = self.f
+        dtype = f.load("i32", self.address, DTYPE, align=4)
+        is_float, is_half = (f.let(f"icmp eq i32 {dtype}, {x}") for x in (FLOAT32, BFLOAT16))
+        less = f.let(f"select i1 {is_half}, i64 2, i64 1")
+        return f.let(f"select i1 {is_float}, i64 4, i64 {less}")
 
     def dim(self, axis: int) -> str:
         return self.f.load("i64", self.f.load("ptr", self.address, DIMS), 8 * axis)

@@ -254,6 +254,14 @@ def part_of(packed, kernel):
     return int4.part_of(packed.leaf.shape[-1] * (2 if packed.leaf.dtype == jnp.uint8 else 1))
 
 
+def order_of(packed, kernel):
+    """Returns the order in which columns are added up: of 4 bits the even ones of 64 come first."""
+    order, is_4 = np.arange(packed.num_columns), packed.leaf.dtype in (jnp.uint8, jnp.int4)
+    if kernel is matmul512 and is_4 and packed.dtype == jnp.bfloat16 and packed.group % 64 == 0:
+        order = order.reshape(-1, 32, 2).swapaxes(1, 2).reshape(-1)
+    return order
+
+
 def in_steps(x, part):
     """Rounds each part of a row to a multiple of 2^-14 of its largest number's power of two."""
     x_TPC = np.asarray(x, np.float64).reshape(len(x), -1, part)
@@ -279,7 +287,9 @@ def test_packed_weights_are_multiplied_as_the_numbers_they_stand_for(
         error = np.abs(y - exact_x @ exact_w.T) / (np.abs(exact_x) @ np.abs(exact_w.T))
         assert error.max() < 1e-6  # what float32 makes of exact sums of a part
     else:
-        plain = jax.jit(native.matmul)(x, jnp.asarray(w_FD, jnp.float32).astype(dtype)[None], 0)
+        order = order_of(packed, kernel)
+        w_FD = jnp.asarray(w_FD, jnp.float32).astype(dtype)[:, order]
+        plain = jax.jit(native.matmul)(x[:, order], w_FD[None], 0)
         np.testing.assert_array_equal(y, np.asarray(plain) * after)
     np.testing.assert_array_equal(y[-1:], product(x[-1:]))
 
@@ -573,7 +583,7 @@ native.prepare(None)
 files = ProgramFiles(Path(sys.argv[1]), tuple(jax.devices()))
 place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 x, w = jnp.ones((2, 32)), jnp.ones((1, 1, 16, 32), jnp.int8)
-make = lambda x, w: native.matmul_packed(x, w, 0, jnp.ones((1, 16)), None, None, x.dtype)
+make = lambda x, w: native.matmul_packed(x, w, 0, jnp.ones((1, 1, 16)), None, None, x.dtype)
 given = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place) for one in (x, w)]
 program, found = files.take(lambda: jax.jit(make).lower(*given).compile(), given)
 print(found, np.unique(program(x, w)))
