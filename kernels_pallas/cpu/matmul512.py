@@ -49,10 +49,10 @@ are multiplied with some rows of w before others, and the next ones are fetched 
 after the other, which memory gives faster than rows side by side.
 """
 
-SHORT = 4096
-"""Rows of w with fewer bytes are multiplied with a row of x that is alone one after the other, as
-memory has them, which the processor fetches ahead better than rows side by side. A line is asked
-for before it is read all the same, which makes it faster (docs/benchmarks/cpu.md).
+FEWEST, SHORT = 3, 4096
+"""Of up to so many rows of x, rows of w with fewer bytes than that are multiplied one after the
+other, as memory has them, which the processor fetches ahead better than rows side by side. A line
+is asked for before it is read all the same, which makes it faster (docs/benchmarks/cpu.md).
 """
 
 DEPTH = {"bfloat16": 2048, "float32": 1024, "int8": 4096}
@@ -87,19 +87,21 @@ def _tile(dtype: str) -> Function:
     """
     f = Function(f"define internal void @tile512_{dtype}({TILE}) noinline", lanes=16)
     width, depth = width_of(dtype), DEPTH[dtype]
-    is_one, is_few = (f.let(f"icmp sle i64 %all, {count}") for count in (1, FEW))
+    are_fewest, are_few = (f.let(f"icmp sle i64 %all, {count}") for count in (FEWEST, FEW))
     is_short = f.let(f"icmp slt i64 %D, {SHORT // width}")
-    is_alone = f.let(f"and i1 {is_one}, {is_short}")
-    with f.where(is_alone), f.each(0, "%N", 1) as output:
+    in_turn = f.let(f"and i1 {are_fewest}, {is_short}")
+    with f.where(in_turn), f.each(0, "%N", 1) as output:
         row = row_of(f, dtype, "%w", output, "0")
-        _add(f, dtype, 1, "0", output, "0", row, outputs=1)
-    are_few = f.let(f"xor i1 {is_few}, {is_alone}")
-    with f.where(are_few), f.each(0, "%N", OUTPUTS) as output, f.each(0, "%D", depth) as start:
+        for rows, first, stop in blocks(f, "%T", ROWS[1:]):
+            with f.each(first, stop, rows) as t:
+                _add(f, dtype, rows, t, output, "0", row, outputs=1)
+    are_more = f.let(f"xor i1 {are_few}, {in_turn}")
+    with f.where(are_more), f.each(0, "%N", OUTPUTS) as output, f.each(0, "%D", depth) as start:
         later = f.mul(f.add(f.mul("%D", f.add(output, OUTPUTS)), f.mul(start, OUTPUTS)), width)
         for rows, first, stop in blocks(f, "%T", ROWS):
             with f.each(first, stop, rows) as t:
                 _add(f, dtype, rows, t, output, start, f.at("%w", later))
-    with f.where(f.let(f"xor i1 {is_few}, true")), f.each(0, "%D", depth) as start:
+    with f.where(f.let(f"xor i1 {are_few}, true")), f.each(0, "%D", depth) as start:
         for rows, first, stop in blocks(f, "%T", ROWS):
             with f.each(first, stop, rows) as t, f.each(0, "%N", OUTPUTS) as output:
                 _add(f, dtype, rows, t, output, start)
