@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
+from typing import Self
 
 
 class CheckpointError(ValueError):
     """A checkpoint or its config is broken, unsafe or inconsistent; the message names the file,
     expected and got.
     """
+
+    @classmethod
+    def of(cls, where: object, problems: Sequence[str]) -> Self:
+        """Makes the error of several problems, of which it names the first ten."""
+        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        return cls(f"{where}: {'; '.join(problems[:10])}{more}")
 
 
 class SavedFileError(ValueError):

@@ -349,8 +349,7 @@ def _check(
             elif entry.dtype.name not in FLOATS:
                 problems.append(f"{name}: expected one of {', '.join(FLOATS)}, got {entry.dtype}")
     if problems:
-        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise CheckpointError(f"{checkpoint.directory}: {'; '.join(problems[:10])}{more}")
+        raise CheckpointError.of(checkpoint.directory, problems)
     return modules
 
 

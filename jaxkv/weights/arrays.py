@@ -134,5 +134,4 @@ def _check(arrays: Mapping[str, np.ndarray], leaves: list[TreeLeaf], family: str
         elif array.dtype.name not in kinds and (not is_bits or leaf.one.info.below is not None):
             problems.append(f"{path}: expected one of {', '.join(kinds)}, got {array.dtype.name}")
     if problems:
-        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise CheckpointError(f"weights: {'; '.join(sorted(problems)[:10])}{more}")
+        raise CheckpointError.of("weights", sorted(problems))

@@ -400,10 +400,7 @@ def _check(checkpoint: Tensors, spec: ModelSpec, layout: Layout, leaves: list[Tr
         elif entry is not None and entry.dtype.name not in kinds:
             problems.append(f"{name}: expected one of {', '.join(kinds)}, got {entry.dtype.name}")
     if problems:
-        shown = "; ".join(problems[:10]) + (
-            f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
-        )
-        raise CheckpointError(f"{checkpoint.directory}: {shown}")
+        raise CheckpointError.of(checkpoint.directory, problems)
 
 
 def dtypes_of(info: ArrayInfo) -> tuple[str, ...]:

@@ -393,10 +393,7 @@ def _locate(
             problems += [f"missing array {path}" for path in missing]
     problems += [f"array that {spec.family} does not use: {name}" for name in sorted(found - known)]
     if problems:
-        shown = "; ".join(problems[:10]) + (
-            f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
-        )
-        raise CheckpointError(f"{folder}: {shown}")
+        raise CheckpointError.of(folder, problems)
     return arrays
 
 
