@@ -1,4 +1,4 @@
-"""Writes files that are there complete or not at all."""
+"""Writes files that are there complete or not at all, and locks files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 UNFINISHED = ".part"
 """What is being written has a name that ends so."""
@@ -28,3 +29,15 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview], *, sync: bool =
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def lock(file: int | BinaryIO) -> None:
+    """Takes a file for this process until it is closed, or the process ends however it does.
+
+    Raises: BlockingIOError if it is taken, another OSError where files cannot be locked.
+    """
+    try:
+        import fcntl
+    except ImportError as error:  # on Windows
+        raise OSError("files cannot be locked on this system") from error
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -31,7 +31,7 @@ from jaxkv.build.blueprint import Blueprint
 from jaxkv.build.compile_cache import open_folder
 from jaxkv.build.options import EngineOptions
 from jaxkv.errors import Catch, KernelError
-from jaxkv.files import write_whole
+from jaxkv.files import lock, write_whole
 from jaxkv.kv.codecs import Codec
 from jaxkv.models.paged import heads_of
 from jaxkv.ops.attention import Backend, Heads
@@ -257,14 +257,12 @@ def _marked(path: Path) -> Iterator[bool]:
 
 def _locked(path: Path) -> int | None:
     """Opens and locks a file; None where that cannot be done now."""
-    import fcntl  # there is none on Windows
-
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError:
         return None
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file)
     except OSError:
         os.close(file)
         return None

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from jaxkv.errors import DirectoryInUseError
-from jaxkv.files import write_whole
+from jaxkv.files import lock, write_whole
 
 SECRET_BYTES = 32
 
@@ -23,8 +23,6 @@ class Directory:
     """
 
     def __init__(self, path: Path) -> None:
-        import fcntl  # there is none on Windows
-
         self.path = path.expanduser().absolute()
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -33,15 +31,15 @@ class Directory:
                     f"kv_disk: expected a directory that this user alone can write to, got "
                     f"{self.path}"
                 )
-            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise _unusable(error) from error
-        self.close = weakref.finalize(self, _let_go, lock, os.getpid())
+        self.close = weakref.finalize(self, _let_go, file, os.getpid())
         """Lets others have the directory; also when nobody has this."""
         with ExitStack() as undo:
             undo.callback(self.close)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file)
                 self.secret = self._read_secret()
             except BlockingIOError as error:
                 raise DirectoryInUseError(
@@ -67,7 +65,7 @@ class Directory:
         return secret
 
 
-def _let_go(lock: int, owner: int) -> None:
+def _let_go(file: int, owner: int) -> None:
     """Ends the lock, which children share that were forked meanwhile: to close the file would leave
     it to them. They in turn only close it.
     """
@@ -75,9 +73,9 @@ def _let_go(lock: int, owner: int) -> None:
 
     try:
         if os.getpid() == owner:
-            fcntl.flock(lock, fcntl.LOCK_UN)
+            fcntl.flock(file, fcntl.LOCK_UN)
     finally:
-        os.close(lock)
+        os.close(file)
 
 
 def _unusable(error: OSError) -> ValueError:

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from io import BufferedIOBase, BufferedReader
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ import numpy as np
 
 from jaxkv.axes import Array
 from jaxkv.errors import CheckpointError
+from jaxkv.files import lock
 from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement
@@ -128,15 +129,15 @@ def _folder_beside(out: Path) -> Iterator[Path]:
     """Makes a folder for what is not finished, and removes it at the end; before, what processes
     have left there that were killed.
     """
-    for lock in out.parent.glob(f".{glob.escape(out.name)}-*/{LOCK}"):
-        with suppress(OSError), lock.open("r+b") as file:  # another process may have it
-            _lock(file)
-            shutil.rmtree(lock.parent, ignore_errors=True)
+    for held in out.parent.glob(f".{glob.escape(out.name)}-*/{LOCK}"):
+        with suppress(OSError), held.open("r+b") as file:  # another process may have it
+            lock(file)
+            shutil.rmtree(held.parent, ignore_errors=True)
     folder, is_done = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent)), False
     try:
         with (folder / "unlocked").open("xb") as file:  # which nobody removes
             with suppress(OSError):  # where files cannot be locked, what is left stays
-                _lock(file)
+                lock(file)
                 os.rename(file.name, folder / LOCK)
             yield folder
         is_done = True
@@ -148,17 +149,6 @@ def _folder_beside(out: Path) -> Iterator[Path]:
             if not folder.exists():
                 break
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _lock(file: BufferedIOBase) -> None:
-    """Takes a file until it is closed, or the process ends however it does. Raises: OSError if it
-    is taken, and where there are no locks.
-    """
-    try:
-        import fcntl
-    except ImportError as error:  # on Windows
-        raise OSError("no locks") from error
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _refuse_taken(out: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 from jaxkv.api.batch_files.forms import Form, LineId, Plain, Written
 from jaxkv.api.batch_files.openai import OpenAI
 from jaxkv.api.batch_files.sources import Lines, is_blank, numbered_lines, parse
+from jaxkv.files import lock
 
 MAX_ROW_BYTES = 2**30
 SYNC_S = 5.0
@@ -230,7 +230,7 @@ def open_output(
 
 def _lock(file: io.FileIO, name: str) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file)
     except BlockingIOError as error:
         raise ValueError(f"{name}: another process is writing to this output") from error
 
