@@ -4,6 +4,8 @@ form.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -17,6 +19,11 @@ from jaxkv.structured import read_structured
 
 LineId = str | int
 Output = RequestOutput | EmbeddingRequestOutput
+
+
+def hashed(line_id: LineId | None, num_bytes: int) -> bytes:
+    """Returns a hash of an id that is the same in every process, which Python's own is not."""
+    return hashlib.blake2b(json.dumps(line_id).encode(), digest_size=num_bytes).digest()
 
 
 @dataclass(frozen=True, slots=True)

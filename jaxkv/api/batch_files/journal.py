@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -14,7 +13,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxkv.api.batch_files.forms import Form, LineId, Plain, Written
+from jaxkv.api.batch_files.forms import Form, LineId, Plain, Written, hashed
 from jaxkv.api.batch_files.openai import OpenAI
 from jaxkv.api.batch_files.sources import Lines, is_blank, numbered_lines, parse
 from jaxkv.files import lock
@@ -39,16 +38,16 @@ class Ids:
         self._digests: set[bytes] = set()
 
     def __contains__(self, line_id: LineId) -> bool:
-        return _digest(line_id) in self._digests
+        return hashed(line_id, 16) in self._digests
 
     def __len__(self) -> int:
         return len(self._digests)
 
     def add(self, line_id: LineId) -> None:
-        self._digests.add(_digest(line_id))
+        self._digests.add(hashed(line_id, 16))
 
     def remove(self, line_id: LineId) -> None:
-        self._digests.remove(_digest(line_id))
+        self._digests.remove(hashed(line_id, 16))
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
@@ -57,10 +56,6 @@ def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any
         {key: value for key, value in this.items() if key not in that or that[key] != value}
         for this, that in ((one, other), (other, one))
     ]
-
-
-def _digest(line_id: LineId) -> bytes:
-    return hashlib.blake2b(json.dumps(line_id).encode(), digest_size=16).digest()
 
 
 class Rows:

@@ -10,13 +10,11 @@ A bad line without a custom_id of its own has "id": "batch_req_line_N" and "cust
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxkv.api.batch_files.forms import Asking, Defaults, Form, Job, LineId, Output, Written
+from jaxkv.api.batch_files.forms import Asking, Defaults, Form, Job, LineId, Output, Written, hashed
 from jaxkv.api.openai_format import CHAT, COMPLETIONS, Answer, read_body
 from jaxkv.api.openai_vectors import EMBEDDINGS, Vectors, read_vectors
 
@@ -109,7 +107,7 @@ class OpenAI(Form):
 
 def _hex(line_id: LineId | None) -> str:
     """Returns a number that is the same whenever a line runs."""
-    return hashlib.blake2b(json.dumps(line_id).encode(), digest_size=12).hexdigest()
+    return hashed(line_id, 12).hex()
 
 
 def _says_max_tokens(body: Mapping[str, Any]) -> bool:

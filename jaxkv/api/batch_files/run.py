@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import time
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxkv.api.batch_files import sources
-from jaxkv.api.batch_files.forms import Defaults, Form, Job, LineId, changed
+from jaxkv.api.batch_files.forms import Defaults, Form, Job, LineId, changed, hashed
 from jaxkv.api.batch_files.journal import Rows, message_of
 from jaxkv.api.batch_files.sources import Lines, is_blank, numbered_lines
 from jaxkv.api.batch_files.unanswered import Line, Unanswered, is_of
@@ -322,12 +321,6 @@ def _sort_key(job: Job) -> tuple[str, str]:
 
 
 def seed_for(run_seed: int, line_id: LineId) -> int:
-    """Draws 64 bits for one line, of a hash that is the same in every process, which Python's own
-    for texts is not.
-    """
-    digest = hashlib.blake2b(json.dumps(line_id).encode(), digest_size=8).digest()
-    return int(
-        np.random.SeedSequence([run_seed, int.from_bytes(digest, "little")]).generate_state(
-            1, np.uint64
-        )[0]
-    )
+    """Draws 64 bits for one line."""
+    entropy = [run_seed, int.from_bytes(hashed(line_id, 8), "little")]
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
