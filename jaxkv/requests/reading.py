@@ -5,7 +5,7 @@ have room for, and back to text.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -42,7 +42,6 @@ class PromptReader:
     def __init__(self, model: Model, config: EngineConfig, *, lock: RLock | None = None) -> None:
         self._model = model
         self._config = config
-        self._longest_token: float | None = None
         self._own_lock = RLock() if lock is None else lock
 
     @property
@@ -155,9 +154,7 @@ class PromptReader:
         """Cuts off what is certainly beyond so many tokens: a tokenizer takes seconds for
         megabytes.
         """
-        if self._longest_token is None and self._model.tokenizer is not None:
-            self._longest_token = longest_token(self._model.tokenizer)
-        longest = most * (self._longest_token or 0)
+        longest = most * self._longest_token
         if len(text) <= longest:
             return text
         is_left = getattr(self._model.tokenizer, "truncation_side", "right") == "left"
@@ -172,6 +169,12 @@ class PromptReader:
             return self._encode(first, second)
         first, second = self._cut(first, most), self._cut(second, most)
         return self._encode(first, second, truncation=True, max_length=most)[:most]
+
+    @cached_property
+    def _longest_token(self) -> float:
+        """Returns the most characters that one token may stand for; 0 without a tokenizer."""
+        tokenizer = self._model.tokenizer
+        return 0.0 if tokenizer is None else longest_token(tokenizer)
 
     @property
     def eos_id(self) -> int | None:
@@ -222,8 +225,6 @@ class PromptReader:
 
     def _check_characters(self, length: int) -> None:
         """Refuses what is certainly too long, since a tokenizer takes seconds for megabytes."""
-        if self._longest_token is None:
-            self._longest_token = longest_token(self._model.tokenizer)
         limit = self._config.max_model_len
         if length > (most := self._longest_token * limit):
             raise ValueError(
