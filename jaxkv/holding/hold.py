@@ -383,17 +383,15 @@ class Hold:
         self.bound_len = 0
         self._set_published(self.num_published)
 
-    def drop_unseen(self) -> bool:
-        """Gives back pages that no later query sees; returns whether there were any."""
-        has_dropped = False
+    def drop_unseen(self) -> None:
+        """Gives back pages that no later query sees."""
         for part in self.parts:
             count = part.num_unseen(self.num_stored) - part.num_gone_pages
             if count > 0:
                 part.allocator.release(KVHandle(tuple(part.pages[:count])), linked=False)
                 del part.pages[:count]
                 part.num_gone += count * self.page_size
-                has_dropped, self.bound_len = True, 0
-        return has_dropped
+                self.bound_len = 0
 
     @property
     def unlisted_unseen(self) -> bool:
