@@ -33,15 +33,14 @@ def make_tiers(
         raise ValueError(
             f"kv_host_bytes: expected room for a page, {page_bytes} bytes, got {host_bytes}"
         )
-    host = HostPages(host_bytes // page_bytes) if host_bytes else None
-    disk = None
+    host, disk = HostPages(host_bytes // page_bytes if host_bytes else 0), None
     if directory is not None:
         shapes = tuple(
             tuple(((store.num_layers, *x.shape[1:]), np.dtype(x.dtype)) for x in store.arrays)
             for store in kv.stores
         )
         disk = DiskPages(directory, disk_bytes, shapes)
-    if host is None and disk is None:
+    if not host.most and disk is None:
         return None
     return Tiers(host, disk)
 

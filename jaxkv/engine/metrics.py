@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from jaxkv.engine.pages import freed_nbytes
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.holding.hold import Allocators
+from jaxkv.holding.host import HostPages
 from jaxkv.holding.tiers import Tiers
 from jaxkv.kv.state import PagedKV
 from jaxkv.programs.compiled import Programs
@@ -330,14 +331,14 @@ def engine_metrics(
 
 def _tier_metrics(tiers: Tiers | None) -> list[Metric]:
     """Returns what host memory and a disk keep and have been of use for; zeros without them."""
-    host, disk = (None, None) if tiers is None else (tiers.host, tiers.disk)
+    host, disk = (HostPages(0), None) if tiers is None else (tiers.host, tiers.disk)
     return [
         Counter(
             "kv_host_hits",
             "Prompt tokens of these that were found in host memory.",
-            0 if host is None else host.num_found,
+            host.num_found,
         ),
-        Gauge("kv_host_pages", "Pages that host memory keeps.", 0 if host is None else len(host)),
+        Gauge("kv_host_pages", "Pages that host memory keeps.", len(host)),
         Counter(
             "kv_disk_hits",
             "Prompt tokens of these that were found on the disk.",

@@ -26,6 +26,10 @@ class HostPages:
     def __contains__(self, key: bytes) -> bool:
         return key in self._pages
 
+    def wants(self, key: bytes) -> bool:
+        """Tells whether `put` would keep the page, which is not here yet."""
+        return self.most > 0 and key not in self._pages
+
     def get(self, key: bytes) -> HostPage | None:
         return self._pages.get(key)
 

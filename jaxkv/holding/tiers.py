@@ -28,13 +28,13 @@ class _Read(NamedTuple):
 
 
 class Tiers:
-    """Keeps pages in host memory and on a disk, either of which may be missing.
+    """Keeps pages in host memory, which may have room for none, and on a disk, if there is one.
 
     A page is offered to the disk when it is listed, so that a process that is killed has lost
     nothing but what was on its way, and to both when it leaves the device.
     """
 
-    def __init__(self, host: HostPages | None, disk: DiskPages | None) -> None:
+    def __init__(self, host: HostPages, disk: DiskPages | None) -> None:
         self.host, self.disk = host, disk
         self.costs = Costs()
         self._reads: dict[Hold, _Read | None] = {}
@@ -42,7 +42,7 @@ class Tiers:
 
     def wants(self, key: bytes, *, is_leaving: bool) -> bool:
         """Tells whether `put` would keep the page."""
-        by_host = is_leaving and self.host is not None and key not in self.host
+        by_host = is_leaving and self.host.wants(key)
         return by_host or (self.disk is not None and self.disk.wants(key))
 
     def left(self, key: bytes) -> None:
@@ -52,7 +52,7 @@ class Tiers:
 
     def put(self, key: bytes, page: HostPage, *, is_leaving: bool) -> None:
         """Keeps a page, which has left the device if it is leaving."""
-        if self.host is not None and is_leaving:
+        if is_leaving:
             self.host.put(key, page)
         if self.disk is not None and self.disk.wants(key):
             self.disk.put(key, page)
@@ -87,13 +87,9 @@ class Tiers:
         disk, host = self.disk, self.host
         hold.begin(allocators)
         on_device, _ = hold.find_kept(tokens, most, nowhere)
-        num_tokens, found = hold.find_kept(
-            tokens, most, lambda key: key in disk or (host is not None and key in host)
-        )
+        num_tokens, found = hold.find_kept(tokens, most, lambda key: key in disk or key in host)
         hold.release()
-        missing = [
-            key for page, key in found if page == ELSEWHERE and (host is None or key not in host)
-        ]
+        missing = [key for page, key in found if page == ELSEWHERE and key not in host]
         disk.used([key for _, key in found])
         pays = missing and self.costs.pays(len(missing), num_tokens - on_device, is_busy=is_busy)
         self._reads[hold] = _Read(self.disk.read(missing), len(missing)) if pays else None
@@ -118,19 +114,15 @@ class Tiers:
         if hold.retention is not None:
             return []
         before = hold.num_stored
-        taken = hold.take_kept(
-            tokens, most, lambda key: key in from_disk or (host is not None and key in host)
-        )
+        taken = hold.take_kept(tokens, most, lambda key: key in from_disk or key in host)
         loads = []
         for page, key in taken:
-            kept = None if host is None else host.get(key)
+            kept = host.get(key)
             loads.append((page, from_disk[key] if kept is None else kept))
         keys, num_tokens = [key for _, key in taken], hold.num_stored - before
-        num_from_host = 0 if host is None else sum(key in host for key in keys)
-        of_host = num_tokens * num_from_host // max(1, len(keys))
-        if host is not None:
-            host.used(keys)
-            host.num_found += of_host
+        of_host = num_tokens * sum(key in host for key in keys) // max(1, len(keys))
+        host.used(keys)
+        host.num_found += of_host
         if self.disk is not None:
             self.disk.num_found += num_tokens - of_host
         return loads
@@ -152,8 +144,7 @@ class Tiers:
     def clear(self) -> None:
         """Drops all pages, those on the disk too."""
         self._reads.clear()
-        if self.host is not None:
-            self.host.clear()
+        self.host.clear()
         if self.disk is not None:
             self.disk.clear()
 
@@ -175,7 +166,7 @@ class Tiers:
     def describe(self) -> str:
         """Says what is kept where, as `LLM.describe` has it."""
         said = ""
-        if self.host is not None:
+        if self.host.most:
             said += f"; host memory keeps {self.host.most} more"
         if self.disk is not None:
             disk = self.disk

@@ -167,8 +167,9 @@ def test_random_trees_of_sessions_say_what_their_tokens_say(
             tree.step()
     assert min(tree.num_done.values()) > 0
     tiers = engine_of(llm).scheduler.tiers
-    for tier in () if tiers is None else (tiers.host, tiers.disk):
-        assert tier is None or tier.num_found > 0
+    if tiers is not None:
+        assert tiers.host.num_found > 0 or not tiers.host.most
+        assert tiers.disk is None or tiers.disk.num_found > 0
     for one in tree.live:
         one.close()
     engine_of(llm).check()

@@ -150,7 +150,7 @@ def test_an_interrupt_while_it_is_closed_lets_others_have_the_directory(pages, m
             raise KeyboardInterrupt
         whole(thread, wait, **options)
 
-    tiers = Tiers(None, pages)
+    tiers = Tiers(HostPages(0), pages)
     with monkeypatch.context() as patch:
         patch.setattr(ThreadPoolExecutor, "shutdown", interrupted)
         with pytest.raises(KeyboardInterrupt):
