@@ -13,8 +13,9 @@ import numpy as np
 
 from jaxkv.config import SamplingParams, is_int, own
 from jaxkv.errors import CapacityError
-from jaxkv.ops.sampling import NO_TOKEN, NUM_STOP_TOKENS, Sampling
+from jaxkv.ops.sampling import NO_TOKEN, Sampling
 from jaxkv.programs.inputs import empty_sampling, set_drawn
+from jaxkv.requests.checks import stop_ids
 
 T = TypeVar("T")
 
@@ -110,14 +111,16 @@ def sampling_of(
     # Without penalties there is no history.
     made = empty_sampling(num_rows, vocab_size=vocab_size, max_len=1)
     for b, (row, params) in enumerate(zip(rows, each, strict=True)):
-        stops = _stop_ids(params, eos_ids, vocab_size)
+        _check_taken(params)
         params = params.clone()
+        stops = stop_ids(params, eos_ids, vocab_size)
         seed, sample = (0, row) if params.seed in (None, -1) else (params.seed % 2**64, 0)
         set_drawn(made, b, params, stop_ids=stops, seed=seed, sample=sample)
     return made
 
 
-def _stop_ids(params: Any, eos_ids: frozenset[int], vocab_size: int) -> set[int]:
+def _check_taken(params: Any) -> None:
+    """Raises: ValueError for what is no parameters, or has others than those in TAKEN."""
     if not isinstance(params, SamplingParams):
         raise ValueError(f"sampling: expected SamplingParams, got {type(params).__name__}")
     changed = [x.name for x in fields(params) if getattr(params, x.name) != x.default]
@@ -125,13 +128,3 @@ def _stop_ids(params: Any, eos_ids: frozenset[int], vocab_size: int) -> set[int]
         raise ValueError(
             f"sampling: expected only {', '.join(TAKEN)}, got {', '.join(sorted(others))}: use LLM"
         )
-    own = list(params.stop_token_ids or ())
-    if own:
-        checked_ids("stop_token_ids", own, vocab_size)
-    stops = {*own, *(() if params.ignore_eos else eos_ids)}
-    if len(stops) > NUM_STOP_TOKENS:
-        raise ValueError(
-            f"stop_token_ids: expected at most {NUM_STOP_TOKENS} with the model's own, got "
-            f"{len(stops)}"
-        )
-    return stops

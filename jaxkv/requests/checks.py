@@ -11,19 +11,17 @@ from jaxkv.requests.masks import Word, encode_words
 from jaxkv.requests.reading import check_ids
 
 
-def stop_ids(params: SamplingParams, model: Model) -> frozenset[int]:
-    """Returns the tokens that end a request. Raises: ValueError."""
+def stop_ids(params: SamplingParams, eos_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
+    """Returns the tokens that end a request, with the model's own unless it ignores them. Raises:
+    ValueError.
+    """
     own_stops = params.stop_token_ids or ()
-    check_ids("stop_token_ids", own_stops, model.spec.vocab_size)
-    found = frozenset(own_stops) | (frozenset() if params.ignore_eos else model.eos_ids)
+    check_ids("stop_token_ids", own_stops, vocab_size)
+    found = frozenset(own_stops) | (frozenset() if params.ignore_eos else eos_ids)
     if len(found) > NUM_STOP_TOKENS:
         raise ValueError(
             f"stop_token_ids: expected at most {NUM_STOP_TOKENS} with the model's own, got "
             f"{len(found)}"
-        )
-    if params.stop_strings and model.tokenizer is None:
-        raise ValueError(
-            "stop: expected a tokenizer for stop strings, got skip_tokenizer_init=True"
         )
     return found
 

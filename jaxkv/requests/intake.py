@@ -268,7 +268,7 @@ class Intake(PromptReader):
         params, grammar = made
         text, tokens, salt = self.parse(prompt)
         model, config, size = self._model, self._config, len(tokens)
-        stop_ids = checks.stop_ids(params, model)
+        stop_ids = checks.stop_ids(params, model.eos_ids, model.spec.vocab_size)
         checks.check_logprobs(params, model, config, size)
         bad_words = checks.processing(params, model, stop_ids | {model.eos_id})
         retention = checks.retention_of(params, config, size)
@@ -352,6 +352,10 @@ class Intake(PromptReader):
 
     def _text_stream(self, prompt: Sequence[int], params: SamplingParams) -> TextStream | None:
         tokenizer = self._model.tokenizer
+        if tokenizer is None and params.stop_strings:
+            raise ValueError(
+                "stop: expected a tokenizer for stop strings, got skip_tokenizer_init=True"
+            )
         if tokenizer is None or not params.detokenize:
             return None
 
