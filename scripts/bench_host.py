@@ -42,7 +42,7 @@ from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PagedKV, empty_store
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled
+from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled, Scores
 from jaxkv.programs.buckets import drawn_rows, row_buckets, token_buckets
 from jaxkv.programs.step import Newest
 from jaxkv.requests.intake import Intake
@@ -121,9 +121,8 @@ class StubPrograms:
         token = np.where(np.arange(num_steps)[:, None] < budget_B, drawn, NO_TOKEN)
         shape = (*lead, len(budget_B))
         none, best = np.zeros(shape, np.float32), np.zeros((*shape, NUM_LOGPROBS), np.float32)
-        out = Sampled(
-            token.reshape(shape), none, none.astype(np.int32), best.astype(np.int32), best
-        )
+        scores = Scores(none, none.astype(np.int32), best.astype(np.int32), best)
+        out = Sampled(token.reshape(shape), scores)
         self._clock.stub_s = time.perf_counter() - self._clock.called
         return out
 

@@ -218,8 +218,8 @@ class Results:
     ) -> None:
         best = slice(search.num_candidates)
         request.candidates = (
-            np.array(out.best_BK[0, row, best]),
-            np.array(out.best_logprob_BK[0, row, best]),
+            np.array(out.scores.best_TK[0, row, best]),
+            np.array(out.scores.best_logprob_TK[0, row, best]),
         )
         request.num_tokens = len(request.tokens)  # what was sampled is none of its tokens
         if not search_on(search, request.beams, self._scheduler):
@@ -240,8 +240,10 @@ class Results:
                 return
             request.tokens.append(token)
             if request.output.logprobs is not None:
-                request.output.logprobs.append(self._logprobs(request, out, i, row, token))
-                request.output.cumulative_logprob += request.output.logprobs[-1][token].logprob
+                one = out.scores.at((i, row))
+                entry = self._entry(token, one, request.params.logprobs or 0)
+                request.output.logprobs.append(entry)
+                request.output.cumulative_logprob += entry[token].logprob
             if self._ends(request, token):
                 return
 
@@ -291,17 +293,6 @@ class Results:
         self._requests.remove(request)
         self._scheduler.remove(request)
 
-    def _logprobs(
-        self, request: Request, out: Sampled, i: int, row: int, token: int
-    ) -> dict[int, Logprob]:
-        one = Scores(
-            out.logprob_B[i, row],
-            out.rank_B[i, row],
-            out.best_BK[i, row],
-            out.best_logprob_BK[i, row],
-        )
-        return self._entry(token, one, request.params.logprobs or 0)
-
     def _take_prompt_logprobs(self, flight: Flight) -> None:
         """Adds the entries of the prompt tokens that this step has scored, in order."""
         batch, requests = flight.batch, flight.requests
@@ -315,14 +306,8 @@ class Results:
             for t in start + np.flatnonzero(targets[start : start + count] != NO_TOKEN):
                 if position_T[t] + 1 != len(entries):
                     continue  # scored before: preempted and begun anew with that step under way
-                one = Scores(
-                    scores.logprob_T[t],
-                    scores.rank_T[t],
-                    scores.best_TK[t],
-                    scores.best_logprob_TK[t],
-                )
-                entry = self._entry(int(targets[t]), one, request.params.prompt_logprobs or 0)
-                entries.append(entry)
+                wanted = request.params.prompt_logprobs or 0
+                entries.append(self._entry(int(targets[t]), scores.at(t), wanted))
 
     def _entry(self, token: int, scores: Scores, count: int) -> dict[int, Logprob]:
         """Returns the token's own logprob first, then the `count` likeliest ones (-1: all)."""

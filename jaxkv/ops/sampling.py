@@ -8,6 +8,7 @@ own logits, its own seed and its own position only.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,31 +78,30 @@ class Sampling:
 
 
 @pytree
-class Sampled:
-    """token_B int32; its logprob_B and rank_B (how many tokens are as likely or likelier); the
-    best_BK token ids of each row and their best_logprob_BK.
-
-    Log-probabilities are of the model's own logits, before temperature and masks. They are zeros
-    unless a row asks.
-    """
-
-    token_B: jax.Array
-    logprob_B: jax.Array
-    rank_B: jax.Array
-    best_BK: jax.Array
-    best_logprob_BK: jax.Array
-
-
-@pytree
 class Scores:
-    """Says of T given tokens what `Sampled` says of its own: logprob_T, rank_T, best_TK,
-    best_logprob_TK.
+    """Scores T tokens: logprob_T and rank_T of each (how many are as likely or likelier), and the
+    best_TK token ids at its place with their best_logprob_TK.
+
+    Log-probabilities are of the model's own logits, before temperature and masks.
     """
 
     logprob_T: jax.Array
     rank_T: jax.Array
     best_TK: jax.Array
     best_logprob_TK: jax.Array
+
+    def at(self, index: Any) -> Scores:
+        """Returns those of one token."""
+        each = (self.logprob_T, self.rank_T, self.best_TK, self.best_logprob_TK)
+        return Scores(*(x[index] for x in each))
+
+
+@pytree
+class Sampled:
+    """Holds token_B int32, and their scores, which are zeros unless a row asks."""
+
+    token_B: jax.Array
+    scores: Scores
 
 
 def empty_sampled(
@@ -110,9 +110,8 @@ def empty_sampled(
     """Makes room for `num_steps` results of `sample` over `num_rows` rows, stacked on a new first
     axis.
     """
-    scores = empty_scores((num_steps, num_rows), vocab_size, num_logprobs)
     token_B = jnp.full((num_steps, num_rows), NO_TOKEN, jnp.int32)
-    return Sampled(token_B, scores.logprob_T, scores.rank_T, scores.best_TK, scores.best_logprob_TK)
+    return Sampled(token_B, empty_scores((num_steps, num_rows), vocab_size, num_logprobs))
 
 
 def empty_scores(shape: tuple[int, ...], vocab_size: int, num_logprobs: int) -> Scores:
@@ -167,7 +166,7 @@ def _sample(
         lambda: score(logits_BV, token_B, num_logprobs=num_logprobs),
         lambda: empty_scores(token_B.shape, logits_BV.shape[1], num_logprobs),
     )
-    return Sampled(token_B, scores.logprob_T, scores.rank_T, scores.best_TK, scores.best_logprob_TK)
+    return Sampled(token_B, scores)
 
 
 def score(logits_TV: jax.Array, token_T: jax.Array, *, num_logprobs: int) -> Scores:

@@ -268,8 +268,10 @@ def test_logprobs_are_of_the_logits_before_all_that():
     out = jax.tree.map(np.asarray, SAMPLE(logits_BV, sampling, np.zeros(B, np.int32)))
     assert out.token_B.tolist() == ((best_B + 1) % V).tolist()
     want_BV = logits_BV - np.log(np.exp(logits_BV.astype(np.float64)).sum(axis=1, keepdims=True))
-    np.testing.assert_allclose(out.logprob_B, want_BV[np.arange(B), out.token_B], atol=2e-6, rtol=0)
-    assert out.best_BK.tolist() == np.argsort(-want_BV, axis=1)[:, :NUM_LOGPROBS].tolist()
+    np.testing.assert_allclose(
+        out.scores.logprob_T, want_BV[np.arange(B), out.token_B], atol=2e-6, rtol=0
+    )
+    assert out.scores.best_TK.tolist() == np.argsort(-want_BV, axis=1)[:, :NUM_LOGPROBS].tolist()
 
 
 @pytest.mark.parametrize(

@@ -423,16 +423,18 @@ def test_logprobs_are_log_softmax_of_the_models_logits_with_rank_and_best_tokens
     out = draw(logits_BV, make_sampling(6, **fields))
     want_BV = logits_BV - np.log(np.exp(logits_BV.astype(np.float64)).sum(axis=1, keepdims=True))
     order_BK = np.argsort(-want_BV, axis=1)[:, :NUM_LOGPROBS]
-    assert out.best_BK.tolist() == order_BK.tolist()
+    assert out.scores.best_TK.tolist() == order_BK.tolist()
     # float32 logits of up to 9 less their logsumexp: two roundings of 5e-7.
     np.testing.assert_allclose(
-        out.best_logprob_BK, np.take_along_axis(want_BV, order_BK, 1), atol=2e-6, rtol=0
+        out.scores.best_logprob_TK, np.take_along_axis(want_BV, order_BK, 1), atol=2e-6, rtol=0
     )
-    np.testing.assert_allclose(out.logprob_B, want_BV[np.arange(6), out.token_B], atol=2e-6, rtol=0)
+    np.testing.assert_allclose(
+        out.scores.logprob_T, want_BV[np.arange(6), out.token_B], atol=2e-6, rtol=0
+    )
     rank_B = [
         int((want_BV[row] > want_BV[row, token]).sum()) + 1 for row, token in enumerate(out.token_B)
     ]
-    assert out.rank_B.tolist() == rank_B
+    assert out.scores.rank_T.tolist() == rank_B
     assert min(rank_B) > 1
 
 
@@ -440,11 +442,11 @@ def test_a_rank_counts_the_tokens_that_are_as_likely_or_likelier():
     out = draw(
         logits_of([1, 3, 3, 2], [1, 3, 3, 4]), make_sampling(2, logprobs=True, temperature=0.0)
     )
-    assert out.rank_B.tolist() == [2, 1]
+    assert out.scores.rank_T.tolist() == [2, 1]
     stop_BE = np.full((1, NUM_STOP_TOKENS), -1)
     stop_BE[0, 0] = 3
     out = draw(logits_of([1, 3, 3, 4]), make_sampling(1, logprobs=True, stop=stop_BE, min_left=1))
-    assert (out.token_B.tolist(), out.rank_B.tolist()) == ([1], [3])
+    assert (out.token_B.tolist(), out.scores.rank_T.tolist()) == ([1], [3])
 
 
 def test_without_a_row_that_asks_logprobs_are_zeros_and_the_tokens_the_same():
@@ -453,9 +455,9 @@ def test_without_a_row_that_asks_logprobs_are_zeros_and_the_tokens_the_same():
         draw(logits_BV, make_sampling(5, temperature=1.0, logprobs=flag)) for flag in (False, True)
     )
     assert without.token_B.tolist() == given.token_B.tolist()
-    assert not without.logprob_B.any()
-    assert not without.best_logprob_BK.any()
-    assert given.logprob_B.all()
+    assert not without.scores.logprob_T.any()
+    assert not without.scores.best_logprob_TK.any()
+    assert given.scores.logprob_T.all()
 
 
 def test_rows_in_pieces_of_which_the_last_begins_early_give_the_same():
@@ -487,8 +489,8 @@ def test_rows_in_pieces_of_which_the_last_begins_early_give_the_same():
     at_once, in_pieces = jax.jit(whole)(*rows), jax.jit(partial(by_pieces, whole, size=8))(*rows)
     np.testing.assert_array_equal(in_pieces.token_B, at_once.token_B)
     # Only of a row that asks, and those beside it, does it matter what they are.
-    for name in ("logprob_B", "rank_B", "best_BK", "best_logprob_BK"):
-        ours, theirs = getattr(in_pieces, name)[20], getattr(at_once, name)[20]
+    for name in ("logprob_T", "rank_T", "best_TK", "best_logprob_TK"):
+        ours, theirs = (getattr(x.scores, name)[20] for x in (in_pieces, at_once))
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5, err_msg=name)
     few = jax.tree.map(lambda x: x[:5], rows)
     np.testing.assert_array_equal(by_pieces(whole, *few, size=8).token_B, at_once.token_B[:5])

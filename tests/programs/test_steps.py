@@ -151,11 +151,12 @@ def prefill(device: Device, allocator: PageAllocator, prompts: list[list[int]]) 
 def assert_close(got: Sampled, want: Sampled) -> None:
     assert got.token_B.tolist() == want.token_B.tolist()
     live = want.token_B != NO_TOKEN
-    assert got.rank_B[live].tolist() == want.rank_B[live].tolist()
-    assert got.best_BK[live].tolist() == want.best_BK[live].tolist()
-    for name in ("logprob_B", "best_logprob_BK"):
+    ours, theirs = got.scores.at(live), want.scores.at(live)
+    assert ours.rank_T.tolist() == theirs.rank_T.tolist()
+    assert ours.best_TK.tolist() == theirs.best_TK.tolist()
+    for name in ("logprob_T", "best_logprob_TK"):
         np.testing.assert_allclose(
-            getattr(got, name)[live], getattr(want, name)[live], rtol=0, atol=TOLERANCE
+            getattr(ours, name), getattr(theirs, name), rtol=0, atol=TOLERANCE
         )
 
 
