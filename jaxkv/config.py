@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from numbers import Integral, Real
@@ -45,6 +45,27 @@ def _expect(ok: bool, name: str, expected: str, got: Any) -> None:
     if not ok:
         # Not all of it: whoever is refused megabytes need not be sent them back.
         raise ValueError(f"{name}: expected {expected}, got {got!r:.200}")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Says of one value whether it is possible, and in words what is. `is_secret`: an error names
+    the type of a value that is not, instead of the value.
+    """
+
+    expected: str
+    holds: Callable[[Any], bool]
+    is_secret: bool = False
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raises ValueError naming the field unless the value is possible."""
+        if not self.holds(value):
+            # Not all of it: whoever is refused megabytes need not be sent them back.
+            got = type(value).__name__ if self.is_secret else f"{value!r:.200}"
+            raise ValueError(f"{name}: expected {self.expected}, got {got}")
+
+
+IS_BOOL = Check("True or False", lambda value: isinstance(value, bool))
 
 
 def bfloat16_as_bits(platform: str) -> bool:
@@ -318,12 +339,14 @@ class RequestOutputKind(IntEnum):
     FINAL_ONLY = 2
 
 
-def _is_list_of(kind: type, value: Any) -> bool:
-    """Tells whether it is None, or a list or tuple of what is of this kind (a bool is no int)."""
-    listed = isinstance(value, (list, tuple))
+def _are_texts(value: Any) -> bool:
     return value is None or (
-        listed and all(isinstance(x, kind) and not isinstance(x, bool) for x in value)
+        isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
     )
+
+
+def _are_ids(value: Any) -> bool:
+    return value is None or (isinstance(value, list | tuple) and all(map(is_int, value)))
 
 
 def _checked_bias(given: Any) -> dict[int, float]:
@@ -340,6 +363,51 @@ def _checked_bias(given: Any) -> dict[int, float]:
         _expect(number, "logit_bias", f"a number for token {token}", value)
         bias[int(token)] = float(min(100, max(-100, value)))
     return bias
+
+
+_CHECKS: dict[str, Check] = {
+    "n": Check(f"a number from 1 to {MAX_SAMPLES}", lambda x: is_int(x) and 1 <= x <= MAX_SAMPLES),
+    "temperature": Check("a finite float32 number >= 0", lambda x: _is_number(x) and x >= 0),
+    "top_p": Check("a float32 number in (0, 1]", lambda x: _is_number(x) and MIN_FLOAT32 <= x <= 1),
+    "min_p": Check("a number in [0, 1]", lambda x: _is_number(x) and 0 <= x <= 1),
+    "top_k": Check(
+        "0 or -1 (off), or a positive number below 2**31",
+        lambda x: is_int(x) and -1 <= x <= MAX_INT32,
+    ),
+    "seed": Check(
+        "None or a 64-bit whole number",
+        lambda x: x is None or (is_int(x) and -(2**63) <= x < 2**64),
+    ),
+    "max_tokens": Check("None or a number >= 1", lambda x: x is None or (is_int(x) and x >= 1)),
+    "min_tokens": Check(
+        "a number from 0 to 2**31 - 1", lambda x: is_int(x) and 0 <= x <= MAX_INT32
+    ),
+    **dict.fromkeys(
+        ("logprobs", "prompt_logprobs"),
+        Check("None, -1 (all) or a number >= 0", lambda x: x is None or (is_int(x) and x >= -1)),
+    ),
+    "prompt_logprobs_start": Check("a number >= 0", lambda x: is_int(x) and 0 <= x <= MAX_INT32),
+    **dict.fromkeys(
+        (
+            *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"),
+            "spaces_between_special_tokens",
+        ),
+        IS_BOOL,
+    ),
+    "output_kind": Check("a RequestOutputKind", lambda x: isinstance(x, RequestOutputKind)),
+    "kv_policy": Check("None or the name of one", lambda x: isinstance(x, str | None)),
+    **dict.fromkeys(
+        ("presence_penalty", "frequency_penalty"),
+        Check("a number in [-2, 2]", lambda x: _is_number(x) and -2 <= x <= 2),
+    ),
+    "repetition_penalty": Check(
+        "a finite float32 number > 0", lambda x: _is_number(x) and x >= MIN_FLOAT32
+    ),
+    **dict.fromkeys(
+        ("stop_token_ids", "allowed_token_ids"), Check("a list of token ids", _are_ids)
+    ),
+}
+"""Says of fields of `SamplingParams` what they may be by themselves."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -428,77 +496,23 @@ class SamplingParams:
                 raise ValueError(
                     f"{name}={value!r:.200} is not supported yet; leave it at None{near}"
                 )
-        _expect(
-            is_int(self.n) and 1 <= self.n <= MAX_SAMPLES,
-            "n",
-            f"a number from 1 to {MAX_SAMPLES}",
-            self.n,
-        )
-        number = _is_number(self.temperature) and self.temperature >= 0
-        _expect(number, "temperature", "a finite float32 number >= 0", self.temperature)
+        for name, check in _CHECKS.items():
+            check(name, getattr(self, name))
         if self.n > 1 and self.temperature < GREEDY_BELOW:
             raise ValueError(
                 f"n: expected 1 with greedy sampling (temperature {self.temperature}), got {self.n}"
             )
-        top_p = _is_number(self.top_p) and MIN_FLOAT32 <= self.top_p <= 1
-        _expect(top_p, "top_p", "a float32 number in (0, 1]", self.top_p)
-        _expect(
-            _is_number(self.min_p) and 0 <= self.min_p <= 1,
-            "min_p",
-            "a number in [0, 1]",
-            self.min_p,
-        )
-        top_k = is_int(self.top_k) and -1 <= self.top_k <= MAX_INT32
-        _expect(top_k, "top_k", "0 or -1 (off), or a positive number below 2**31", self.top_k)
-        seed = self.seed is None or (is_int(self.seed) and -(2**63) <= self.seed < 2**64)
-        _expect(seed, "seed", "None or a 64-bit whole number", self.seed)
-        _expect(
-            self.max_tokens is None or (is_int(self.max_tokens) and self.max_tokens >= 1),
-            "max_tokens",
-            "None or a number >= 1",
-            self.max_tokens,
-        )
-        min_tokens = is_int(self.min_tokens) and 0 <= self.min_tokens <= MAX_INT32
-        _expect(min_tokens, "min_tokens", "a number from 0 to 2**31 - 1", self.min_tokens)
         if self.max_tokens is not None:
             at_most = f"at most max_tokens={self.max_tokens}"
             _expect(self.min_tokens <= self.max_tokens, "min_tokens", at_most, self.min_tokens)
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _expect(
-                value is None or (is_int(value) and value >= -1),
-                name,
-                "None, -1 (all) or a number >= 0",
-                value,
-            )
-        start = self.prompt_logprobs_start
-        what = "prompt_logprobs_start"
-        _expect(is_int(start) and 0 <= start <= MAX_INT32, what, "a number >= 0", start)
-        if start and self.prompt_logprobs is None:
-            raise ValueError(f"{what}: expected 0 without prompt_logprobs, got {start}")
-        for name in (
-            "ignore_eos",
-            "include_stop_str_in_output",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "detokenize",
-        ):
-            _expect(
-                isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name)
+        if (start := self.prompt_logprobs_start) and self.prompt_logprobs is None:
+            raise ValueError(
+                f"prompt_logprobs_start: expected 0 without prompt_logprobs, got {start}"
             )
         ranks_none = self.best_of is None or (is_int(self.best_of) and self.best_of == self.n)
         _expect(ranks_none, "best_of", f"None or n={self.n}", self.best_of)
-        is_kind = isinstance(self.output_kind, RequestOutputKind)
-        _expect(is_kind, "output_kind", "a RequestOutputKind", self.output_kind)
-        _expect(
-            isinstance(self.kv_policy, str | None),
-            "kv_policy",
-            "None or the name of one",
-            self.kv_policy,
-        )
         self._check_structured()
-        self._check_penalties()
-        self._check_words_and_ids()
+        self._check_words()
         if self.logit_bias is not None:
             self.logit_bias = _checked_bias(self.logit_bias)
 
@@ -524,17 +538,8 @@ class SamplingParams:
                         f"token left, got {getattr(self, name)!r:.80}"
                     )
 
-    def _check_penalties(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _expect(_is_number(value) and -2 <= value <= 2, name, "a number in [-2, 2]", value)
-        repetition = _is_number(self.repetition_penalty) and self.repetition_penalty >= MIN_FLOAT32
-        _expect(
-            repetition, "repetition_penalty", "a finite float32 number > 0", self.repetition_penalty
-        )
-
-    def _check_words_and_ids(self) -> None:
-        listed = isinstance(self.stop, str) or _is_list_of(str, self.stop)
+    def _check_words(self) -> None:
+        listed = isinstance(self.stop, str) or _are_texts(self.stop)
         _expect(
             listed and "" not in self.stop_strings,
             "stop",
@@ -547,9 +552,7 @@ class SamplingParams:
             "no stop strings with detokenize=False",
             self.stop,
         )
-        words = _is_list_of(str, self.bad_words) and all(
-            word.strip() for word in self.bad_words or ()
-        )
+        words = _are_texts(self.bad_words) and all(word.strip() for word in self.bad_words or ())
         _expect(words, "bad_words", "a list of words, none empty", self.bad_words)
         for word in self.bad_words or ():
             if len(word) > MAX_WORD_CHARS:
@@ -560,13 +563,6 @@ class SamplingParams:
             # A tokenizer raises errors of its own for half of a surrogate pair.
             _expect(
                 not any("\ud800" <= c <= "\udfff" for c in word), "bad_words", "valid Unicode", word
-            )
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            _expect(
-                _is_list_of(int, getattr(self, name)),
-                name,
-                "a list of token ids",
-                getattr(self, name),
             )
         some = self.allowed_token_ids is None or len(self.allowed_token_ids) > 0
         _expect(some, "allowed_token_ids", "None or at least one token id", self.allowed_token_ids)

@@ -20,7 +20,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxkv.build.vllm_arguments import as_options
-from jaxkv.config import is_int, take_over
+from jaxkv.config import IS_BOOL, Check, is_int, take_over
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -29,23 +29,6 @@ T = TypeVar("T")
 ENGINES = ("generate", "batch", "serve")
 TARGETS = ("plan", "check")
 """Commands of `jaxkv`: those that run an engine, and those that ask about chips elsewhere."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
-    """Says of one value whether it is possible, and in words what is. `is_secret`: an error names
-    the type of a value that is not, instead of the value.
-    """
-
-    expected: str
-    holds: Callable[[Any], bool]
-    is_secret: bool = False
-
-    def __call__(self, name: str, value: Any) -> None:
-        """Raises ValueError naming the option unless the value is possible."""
-        if not self.holds(value):
-            got = type(value).__name__ if self.is_secret else repr(value)
-            raise ValueError(f"{name}: expected {self.expected}, got {got}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +68,6 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
 
 
-IS_BOOL = Check(expected="True or False", holds=lambda value: isinstance(value, bool))
 IS_LIST = Check(
     expected="None or a list", holds=lambda value: value is None or isinstance(value, list | tuple)
 )
