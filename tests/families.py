@@ -405,8 +405,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmo2": {"attention_bias": True},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
     "olmo_hybrid": LINEAR
-    | {"attention_bias": True, "linear_value_head_dim": 4}
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    | {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
     "olmo_hybrid-rotated": LINEAR
     | {"layer_types": ["full_attention", "linear_attention"] * 2, "rope_parameters": ROPE}
     | {"linear_allow_neg_eigval": False, "linear_value_head_dim": 4},
@@ -554,7 +553,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 3, "hc_mult": 3, "hc_magnitude": 1.4, "swiglu_limit": 0.7}
     | {"indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["dense", *["sparse"] * 2]}
     | {"rms_norm_eps": 1e-2, "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
-    "molmo2_text": HEAD | {"additional_vocab_size": 151, "attention_bias": True},
+    "molmo2_text": HEAD | {"additional_vocab_size": 8, "attention_bias": True},
     "molmo2_text-olmo": HEAD
     | {"additional_vocab_size": 151, "qk_norm_type": "olmo", "norm_after": True}
     | {"rope_scaling_layers": [1], "rope_parameters": YARN},

@@ -4,6 +4,7 @@ matmul inputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -15,12 +16,25 @@ from jaxkv.axes import Array
 from jaxkv.ops.adapters import Adapted
 from jaxkv.ops.matrices import AnyMatrix, Chosen, Matrix, Packed, Summed, dot
 
+
+def gelu_tanh(x: Array) -> Array:
+    """Computes x * (1 + tanh(y)) / 2 for y = sqrt(2 / pi) * (x + 0.044715 x^3).
+
+    It is computed as x times a sigmoid, which is equal. Where x is far below 0, float32 keeps no
+    digit of 1 + tanh(y). The result is next to nothing there, but a norm behind the MLP makes it
+    large where all values of a token are so small: with tanh one token of a tiny Gemma 4 was 9e-4
+    of the logits' deviation off float64.
+    Source: arXiv 1606.08415, section 2.
+    """
+    return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu_fast": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
     "gelu_python": lambda x: jax.nn.gelu(x, approximate=False),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,

@@ -156,6 +156,7 @@ def open_checkpoint(
 
     checkpoint = checkpoint.renamed(rename)
     checkpoint = _with_embeddings(checkpoint, layout)
+    checkpoint = _divided_anew(checkpoint, spec, layout)
     layout = _as_stored(checkpoint.entries, spec, layout)
     if layout.quantisation is None:
         return checkpoint, layout
@@ -173,6 +174,30 @@ def _with_embeddings(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     if embed in checkpoint.entries:
         return checkpoint
     return checkpoint.renamed(lambda name: embed if name == head.source else name)
+
+
+def _divided_anew(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout) -> Checkpoint:
+    """Returns the checkpoint, with each row of `Layout.joined` in the tensor that it belongs to
+    where these were divided evenly.
+    """
+    leaves = tree_leaves(spec, layout)
+    wanted = {source: leaf.one.stored_shapes[0] for leaf in leaves for source in leaf.sources}
+    groups = [
+        tuple(name.format(layer=layer) for name in names)
+        for names, layer in itertools.product(layout.joined, range(spec.num_layers))
+    ]
+    arrays: dict[str, np.ndarray] = {}
+    for names in dict.fromkeys(groups):
+        if any(name not in checkpoint.entries for name in names):
+            continue
+        shapes = [checkpoint.entries[name].shape for name in names]
+        total, counts = sum(shape[0] for shape in shapes), [wanted[name][0] for name in names[:-1]]
+        part = -(-total // len(names))
+        is_even = all(shape == (part, *shapes[-1][1:]) for shape in shapes[:-1])
+        if is_even and sum(counts) < total and counts != [part] * len(counts):
+            rows = np.concatenate([checkpoint.read(name) for name in names])
+            arrays |= zip(names, np.split(rows, np.cumsum(counts)), strict=True)
+    return checkpoint.with_arrays(arrays) if arrays else checkpoint
 
 
 def _sources(spec: ModelSpec, layout: Layout) -> set[str]:

@@ -162,6 +162,12 @@ class Checkpoint:
                 raise _wrong(entry.file, f"one tensor to be {new}", entries[new].name, name=name)
         return Checkpoint(self.directory, entries, self._maps)
 
+    def with_arrays(self, arrays: Mapping[str, npt.NDArray[Any]]) -> Checkpoint:
+        """Returns the same tensors, with these in the place of those of their names."""
+        other = Checkpoint.of_arrays(arrays)
+        entries, maps = {**self.entries, **other.entries}, {**self._maps, **other._maps}
+        return Checkpoint(self.directory, entries, maps)
+
     def loaded(self) -> Checkpoint:
         """Returns the same tensors with their files in memory, which end nothing when another
         process shortens them. Raises: CheckpointError if one is shorter by now.

@@ -1,5 +1,6 @@
 """Matmuls with a weight that a CPU takes in pieces, against numpy's in float64."""
 
+import math
 from functools import partial
 
 import jax
@@ -207,3 +208,17 @@ def test_what_is_added_to_a_scaled_product_has_the_same_bits_for_any_number_of_t
     for num_tokens in (2, 9, MANY_TOKENS - 1):
         some = added(x_TD[:num_tokens], r_TF[:num_tokens])
         np.testing.assert_array_equal(some, whole[:num_tokens])
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "silu"])
+def test_an_activation_keeps_its_digits_far_below_0(name):
+    x = np.linspace(-5, 5, 1001)
+    inner = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+    erfc = np.array([math.erfc(-one / math.sqrt(2)) for one in x])
+    factor = {
+        "gelu": erfc / 2,
+        "gelu_pytorch_tanh": np.exp(inner) / (np.exp(inner) + np.exp(-inner)),
+        "silu": 1 / (1 + np.exp(-x)),
+    }
+    got = layers.ACTIVATIONS[name](jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(got, x * factor[name], rtol=1e-5, atol=1e-12)

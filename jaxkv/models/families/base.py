@@ -119,7 +119,8 @@ class Layout:
     `num_predictors`: layers behind the last that predict later tokens, which only
     `families.predictor` describes. `plain`: modules that published checkpoints do not quantise,
     though their configs do not say so. `told`: tensors of whole numbers that checkpoints may have,
-    and which the config tells: other ones are refused.
+    and which the config tells: other ones are refused. `joined`: names, with `{layer}`, of tensors
+    that transformers has as one, whose rows it divides evenly among them as it saves a model.
     """
 
     top: Mapping[str, Leaf] = field(hash=False)
@@ -131,6 +132,7 @@ class Layout:
     num_predictors: int = 0
     plain: tuple[str, ...] = ()
     told: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
+    joined: tuple[tuple[str, ...], ...] = ()
 
     def in_each_layer(self, **leaves: Leaf) -> Layout:
         """Returns the layout with these leaves, by name, in layers of every kind too."""

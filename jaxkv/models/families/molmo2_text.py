@@ -4,6 +4,7 @@ Source: the model's card, allenai/Molmo2-8B.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
@@ -24,8 +25,8 @@ NAMES = Names(
     down="mlp.ff_out",
 )
 EMBED = "model.transformer.wte.embedding"
-OF_PICTURES = r"model\.transformer\.wte\.new_embedding"
-"""Matches embeddings behind the vocabulary's, which nothing predicts: of pictures."""
+OF_PICTURES = "model.transformer.wte.new_embedding"
+"""Has embeddings behind the vocabulary's, which nothing predicts: of pictures."""
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -51,7 +52,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     # The tensor of both has what gates weigh in front of them.
     leaves = {**leaves, "gate": replace(gate, part=up.part), "up": replace(up, part=gate.part)}
     layout = layout.with_top(embed=replace(layout.top["embed"], source=EMBED))
-    return spec, replace(layout, layers=(leaves,)).with_unread(OF_PICTURES)
+    layout = replace(layout, layers=(leaves,), joined=((EMBED, OF_PICTURES),))
+    return spec, layout.with_unread(re.escape(OF_PICTURES))
 
 
 def _ropes(config: ConfigReader) -> list[RopeSpec]:

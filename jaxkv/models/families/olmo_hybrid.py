@@ -29,6 +29,7 @@ from jaxkv.models.recurrent import GatedDelta
 from jaxkv.models.spec import AttentionSpec, ModelSpec
 
 PREFIX = f"{LAYER}linear_attn."
+CONVOLUTIONS = tuple(f"{PREFIX}{name}_conv1d.weight" for name in "qkv")
 SPELLINGS = (
     (r"\.attention_layer_norm\.", ".input_layernorm."),
     (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
@@ -57,7 +58,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
     forms = [layer in layers for layer in range(config.num_layers)]
     spec, layout = read_forms(forms, read_form)
-    return spec, replace(layout, spellings=SPELLINGS)
+    return spec, replace(layout, spellings=SPELLINGS, joined=(CONVOLUTIONS,))
 
 
 def _read_mixer(config: ConfigReader) -> GatedDelta:
