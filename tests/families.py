@@ -127,7 +127,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | EXPERTS
     | {"expert_selection_fn": "sigmoid", "sliding_window": 8, "first_k_dense_replace": 1}
     | {"rms_norm_eps": 1e-6, "shared_expert_combination_strategy": "sum", "num_shared_experts": 1},
-    "ctrl": GPT2 | {"dff": 80, "tie_word_embeddings": True},
+    "ctrl": GPT2 | {"dff": 80, "tie_word_embeddings": True, "layer_norm_epsilon": 0.1},
     "cwm": WINDOW | HEAD,
     "axk1": GROUPED | LATENT | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "axk2": GROUPED
@@ -502,7 +502,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"rms_norm_eps": 1e-2}
     | {"layer_types": ["linear_attention", "indexed_attention"] * 2, "swiglu_limit": 0.7}
     | {"mlp_layer_types": ["dense", *["sparse"] * 3]},
-    "jetmoe": LOCAL | {"kv_channels": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "jetmoe": LOCAL
+    | {"kv_channels": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    | {"rms_norm_eps": 0.1},  # of the last norm only
     "lara_mini": LINEAR
     | HEAD
     | EXPERTS

@@ -490,10 +490,12 @@ def normed(
         scale, bias = jnp.ones(x.shape[-1], jnp.float32), None
     else:
         return x
+    last_eps = spec.scales.last_eps if name == "norm" else None
+    eps = spec.norm_eps if last_eps is None else last_eps
     if spec.norm.startswith("layer"):
-        y = layer_norm(x, scale, bias, eps=spec.norm_eps)
+        y = layer_norm(x, scale, bias, eps=eps)
     else:
-        y = rms_norm(x, scale, eps=spec.norm_eps, axis=axis)
+        y = rms_norm(x, scale, eps=eps, axis=axis)
     if f"{name}_down" not in w:
         return y
     low = jax.nn.silu(linear(y, w[f"{name}_down"]))

@@ -200,7 +200,8 @@ class Scales:
     where it goes on from behind norms. positions: what joins embeddings. gate_cutoffs: for each
     kind of layers how many standard deviations above their mean a token's gates count from, None
     for all; () if all layers have None. Source: Spark Transformer, arXiv 2506.06644, section 3.
-    limits: of gates. hyper: of several streams.
+    limits: of gates. hyper: of several streams. last_eps: in the place of `ModelSpec.norm_eps`, of
+    the norm behind the last layer; None where that is as in the layers.
     """
 
     embed: float = 1.0
@@ -216,6 +217,7 @@ class Scales:
     positions: Sinusoid | None = None
     limits: GateLimits = GateLimits()
     hyper: HyperSpec | None = None
+    last_eps: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -690,7 +690,6 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("gemma3n_text", "intermediate_size", [80], "a number, or a list of 6"),
         ("bitnet", "head_dim", 4, "hidden_size=48"),
         ("bailing_hybrid", "expert_swiglu_limit_list", [1.0], "a number for each of the 4"),
-        ("ctrl", "layer_norm_epsilon", 1e-5, "1e-06"),
         ("ernie4_5_moe", "moe_norm_min", 0.1, "1e-12"),
         ("modernbert_decoder", "classifier_activation", "relu", "gelu"),
         ("glm_moe_dsa", "indexer_types", ["shared", "full", "full"], "a first layer that is full"),

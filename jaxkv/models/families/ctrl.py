@@ -27,18 +27,17 @@ EPS = 1e-6
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    if config.number("layer_norm_epsilon", EPS) != EPS:
-        raise config.fail("layer_norm_epsilon", f"{EPS:g}, which the layers have (not built)")
+    last_eps = config.number("layer_norm_epsilon", EPS)
     hidden = config.size("n_embd")
     if hidden % 2:
         raise config.fail("n_embd", "an even number")
     return read_decoder(
-        config.replaced(activation="relu", head_dim=None).renamed(**KEYS),
+        config.replaced(activation="relu", head_dim=None, layer_norm_epsilon=EPS).renamed(**KEYS),
         names=NAMES,
         biased=("attn_norm", "mlp_norm", "norm", *QKV, "o", "up", "down", "head"),
         ropes=[None] * config.size("n_layer", at_most=MAX_LAYERS),
         eps="layer_norm_epsilon",
         activation="activation",
         norm="layer",
-        scales=Scales(embed=hidden**0.5, positions=Sinusoid()),
+        scales=Scales(embed=hidden**0.5, positions=Sinusoid(), last_eps=last_eps),
     )

@@ -11,9 +11,11 @@ from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import LAYER, Layout, Leaf, Part, leaf, read_decoder
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
 from jaxkv.models.families.hybrid import rows_of
-from jaxkv.models.spec import ModelSpec
+from jaxkv.models.spec import ModelSpec, Scales
 
 ATTENTION = f"{LAYER}self_attention."
+EPS = 1e-6
+"""Of the norms in layers, whatever a config says of the last one."""
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -30,11 +32,14 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     spec, layout = read_decoder(
         config.replaced(
-            num_attention_heads=kv_heads * router.num_used, head_dim=config.size("kv_channels")
+            num_attention_heads=kv_heads * router.num_used,
+            head_dim=config.size("kv_channels"),
+            rms_norm_eps=EPS,
         ),
         activation="activation_function",
         experts=experts.leaves,
         router=router,
+        scales=Scales(last_eps=config.number("rms_norm_eps", EPS)),
     )
     own = {name: one for name, one in layout.layers[0].items() if name not in ("q", "k", "v", "o")}
     own |= _attention_leaves(spec.hidden_size, kv_heads * spec.head_dim, count)
