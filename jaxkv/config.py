@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from enum import IntEnum
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -329,6 +330,42 @@ _OFF = ("flat_logprobs", "skip_reading_prefix_cache", "watermarking")
 """Those of them that may also be False."""
 
 
+ELSEWHERE = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "min_length": "min_tokens",
+    "do_sample": "temperature, 0 for greedy",
+    "num_return_sequences": "n",
+    "num_beams": "LLM.beam_search",
+    "use_beam_search": "LLM.beam_search",
+    "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids",
+    "bad_words_ids": "bad_words",
+    "sequence_bias": "logit_bias",
+    "output_scores": "logprobs",
+    "top_logprobs": "logprobs",
+    "response_format": "structured_outputs",
+}
+"""Names of parameters in transformers, OpenAI's interface and older versions of vLLM, and what is
+nearest to them.
+"""
+
+
+def nearest_parameter(name: str) -> str:
+    """Returns which parameter may be meant by a name that `SamplingParams` does not have, "" if
+    none.
+    """
+    known = SamplingParams.__dataclass_fields__.keys()
+    if name.startswith("guided_") and name not in known:
+        return "structured_outputs"
+    if name in known or name in ELSEWHERE:
+        return ELSEWHERE.get(name, "")
+    close = get_close_matches(name[:100], known - _NOT_BUILT.keys(), n=1, cutoff=0.8)
+    return close[0] if close else ""
+
+
 class RequestOutputKind(IntEnum):
     """Says what `AsyncLLM.generate` yields: everything so far, what is new since the last output,
     or only the last output.
@@ -485,6 +522,14 @@ class SamplingParams:
     skip_clone: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     best_of: int | None = None
+
+    def __new__(cls, *args: Any, **given: Any) -> SamplingParams:
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                near = nearest_parameter(name)
+                hint = f", did you mean {near}?" if near else ""
+                raise TypeError(f"SamplingParams: unknown parameter {name!r}{hint}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         take_over(self)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxkv.config import EngineConfig, RequestOutputKind, SamplingParams
+from jaxkv.config import ELSEWHERE, EngineConfig, RequestOutputKind, SamplingParams
 
 LIMITS = {
     "max_model_len": 64,
@@ -140,10 +140,26 @@ def test_names_and_defaults_are_vllm_s():
     } == OF_VLLM | ours
 
 
-@pytest.mark.parametrize("name", ["temperatur", "use_beam_search"])
-def test_an_unknown_field_is_a_type_error_that_names_it(name):
-    with pytest.raises(TypeError, match=f"'{name}'"):
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("temperatur", ", did you mean temperature?"),
+        ("use_beam_search", ", did you mean LLM.beam_search?"),
+        ("max_new_tokens", ", did you mean max_tokens?"),
+        ("xyzzy", ""),
+    ],
+)
+def test_an_unknown_field_is_a_type_error_that_names_it(name, hint):
+    with pytest.raises(TypeError) as caught:
         SamplingParams(**{name: 1})
+    assert str(caught.value) == f"SamplingParams: unknown parameter {name!r}{hint}"
+
+
+def test_what_is_nearest_to_foreign_names_is_a_parameter():
+    fields = SamplingParams.__dataclass_fields__
+    for name, near in ELSEWHERE.items():
+        assert name not in fields
+        assert near.partition(",")[0] in [*fields, "LLM.beam_search"]
 
 
 @pytest.mark.parametrize(

@@ -502,7 +502,8 @@ def _batch(args: argparse.Namespace) -> int:
     from jaxkv.api.batch_files import open_lines, open_output, run_batch
 
     given = _sampling_options(args)
-    adapters = _lora_modules(args, args.lora_modules, args.served_model_name)
+    name = args.served_model_name or _model_name(args)
+    adapters = _lora_modules(args, args.lora_modules, [name])
     try:
         with (
             open_lines(args.input) as source,
@@ -535,16 +536,14 @@ def _batch(args: argparse.Namespace) -> int:
 
 
 def _lora_modules(
-    args: argparse.Namespace, given: Sequence[str], name: str | None
+    args: argparse.Namespace, given: Sequence[str], models: Sequence[str]
 ) -> list[LoRARequest]:
-    """Returns the adapters of --lora-modules. name: the model's in requests, if it was given.
-    Raises: ValueError.
-    """
+    """Returns the adapters of --lora-modules. models: the model's names. Raises: ValueError."""
     from jaxkv.api.lora_modules import read_lora_modules
 
     if given and not getattr(args, "enable_lora", False):
         raise ValueError("lora_modules: expected --enable-lora with it")
-    return list(read_lora_modules(given, name or _model_name(args)).values())
+    return list(read_lora_modules(given, models).values())
 
 
 def _model_name(args: argparse.Namespace) -> str:
@@ -579,8 +578,8 @@ def _serve(args: argparse.Namespace) -> int:
         args.model = args.first
     given = {name: getattr(args, name) for name in flags(None, ServeOptions) if name in args}
     options = ServeOptions(**given)
-    name = options.served_model_name or _model_name(args)
-    _lora_modules(args, options.lora_modules or (), name)  # says what is wrong before weights load
+    names = options.served_model_name or [_model_name(args)]
+    _lora_modules(args, options.lora_modules or (), names)  # says what is wrong before weights load
     if options.lora_dir is not None and not getattr(args, "enable_lora", False):
         raise ValueError("lora_dir: expected --enable-lora with it")
     try:
@@ -591,7 +590,7 @@ def _serve(args: argparse.Namespace) -> int:
         from jaxkv.api.async_llm import AsyncLLM
 
         engine = _engine_options(args, "serve")
-        return serve(AsyncLLM(**engine), at, options, name)
+        return serve(AsyncLLM(**engine), at, options, names[0])
 
 
 @_ends_on_term()

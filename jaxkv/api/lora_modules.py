@@ -16,14 +16,14 @@ MAX_NAME_CHARS = 200
 KEYS = {"name", "path", "base_model_name"}
 
 
-def read_lora_modules(given: Sequence[str], model: str) -> dict[str, LoRARequest]:
+def read_lora_modules(given: Sequence[str], models: Sequence[str]) -> dict[str, LoRARequest]:
     """Returns the adapters by name. given: "name=path", or JSON, an object {"name": ..., "path":
-    ...} or a list of them, in which "base_model_name" may be the model's. model: its name, which
-    no adapter may have, nor the last part of it.
+    ...} or a list of them, in which "base_model_name" may be the model's. models: its names,
+    which no adapter may have, nor the last part of one.
 
     Raises: ValueError. Nothing is read of what the paths name.
     """
-    taken, found = names_of(model), dict[str, LoRARequest]()
+    taken, found = names_of(models), dict[str, LoRARequest]()
     for text in given:
         for one in _objects(text):
             name, path = one["name"], one["path"]
@@ -36,9 +36,9 @@ def read_lora_modules(given: Sequence[str], model: str) -> dict[str, LoRARequest
     return found
 
 
-def names_of(model: str) -> tuple[str, ...]:
-    """Returns what requests may call a model of this name: also by its last part."""
-    return tuple(dict.fromkeys((model, Path(model).name)))
+def names_of(models: Sequence[str]) -> tuple[str, ...]:
+    """Returns what requests may call a model of these names: also by the last part of each."""
+    return tuple(dict.fromkeys(name for model in models for name in (model, Path(model).name)))
 
 
 def check_name(name: str, taken: Collection[str], key: str) -> None:

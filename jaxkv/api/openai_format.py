@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxkv.config import SamplingParams, is_int
+from jaxkv.config import SamplingParams, is_int, nearest_parameter
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxkv.requests.reading import MAX_CONTEXT
 from jaxkv.structured import StructuredOutputsParams, read_structured
@@ -71,6 +71,8 @@ class Asked:
     template, each as `AsyncLLM.generate` and `LLM.as_completed` take it. `top`: how many of the
     likeliest tokens an answer lists, None: no log-probabilities. `has_output`: False where
     max_tokens is 0, so that only the echo is wanted (`params` then ask for one token).
+    `include_usage`: a stream ends with its usage, and with `usage_in_chunks` each chunk says what
+    it is so far.
     """
 
     url: str
@@ -83,6 +85,7 @@ class Asked:
     has_output: bool = True
     stream: bool = False
     include_usage: bool = False
+    usage_in_chunks: bool = False
 
     @property
     def num_sequences(self) -> int:
@@ -135,8 +138,9 @@ class Keys:
             self.take(key, kind)
         for key, value in self._left.items():
             if key not in HARMLESS:
-                near = " (nearest: structured_outputs)" if key.startswith("guided_") else ""
-                raise BodyError(f"{key:.200}: unknown, or not supported{near}", key[:200])
+                near = nearest_parameter(key)
+                hint = f" (nearest: {near})" if near else ""
+                raise BodyError(f"{key:.200}: unknown, or not supported{hint}", key[:200])
             if not any(value == one and type(value) is type(one) for one in HARMLESS[key]):
                 expected = " or ".join(json.dumps(one) for one in HARMLESS[key])
                 raise BodyError(
@@ -312,25 +316,37 @@ def _asked(keys: Keys, inputs: list[dict[str, Any]], **read: Any) -> Asked:
     options = keys.take("stream_options", dict, {})
     if options and not stream:
         raise BodyError("stream_options: expected stream to be true with it", "stream_options")
-    include_usage = options.get("include_usage") or False
-    others = {key for key, value in options.items() if value not in (None, False)}
-    known = options.keys() <= {"include_usage", "continuous_usage_stats", "include_obfuscation"}
-    if not known or others - {"include_usage"} or not isinstance(include_usage, bool):
-        raise BodyError(
-            f'stream_options: expected {{"include_usage": true or false}}, got '
-            f"{json.dumps(options):.80}",
-            "stream_options",
-        )
+    include_usage, usage_in_chunks = _usage_options(options)
     asked = Asked(
         **read,
         inputs=inputs,
         keys=keys.all,
         stream=stream,
         include_usage=include_usage,
+        usage_in_chunks=usage_in_chunks,
         model=keys.take("model", str),
     )
     keys.end()
     return asked
+
+
+def _usage_options(options: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Returns whether a stream ends with its usage, and whether each chunk has it. Raises:
+    BodyError.
+    """
+    given = {key: value for key, value in options.items() if value is not None}
+    in_chunks = given.get("continuous_usage_stats", False)
+    at_end = given.get("include_usage", in_chunks)  # vLLM's default beside it
+    known = given.keys() <= {"include_usage", "continuous_usage_stats", "include_obfuscation"}
+    is_off = given.get("include_obfuscation", False) is False
+    are_bools = isinstance(at_end, bool) and isinstance(in_chunks, bool)
+    if not (known and is_off and are_bools) or (in_chunks and not at_end):
+        raise BodyError(
+            f'stream_options: expected {{"include_usage": true or false}}, with true maybe '
+            f'"continuous_usage_stats", got {json.dumps(options):.80}',
+            "stream_options",
+        )
+    return at_end, in_chunks
 
 
 def _sampling(keys: Keys) -> dict[str, Any]:
@@ -413,6 +429,7 @@ class Answer:
     created: int = 0
     _sent: dict[int, _Sent] = field(default_factory=dict)
     _echoed: dict[int, str] = field(default_factory=dict)
+    _newest: dict[int, RequestOutput] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -429,6 +446,7 @@ class Answer:
 
     def chunks(self, number: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Yields what is new in the output of an input, a chunk for each choice that has more."""
+        self._newest[number] = output
         first = [number * self.asked.params.n + one.index for one in output.outputs]
         for index in first if self._is_chat else ():
             if index not in self._sent:
@@ -437,9 +455,12 @@ class Answer:
         for choice in self._choices(number, output, "delta"):
             yield self._chunk([choice])
 
-    def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    def usage_chunk(self) -> dict[str, Any]:
         """Returns the last chunk of a stream that includes its usage."""
-        return {**self._head(".chunk"), "choices": [], "usage": usage(self.asked, outputs)}
+        return {**self._head(".chunk"), "choices": [], "usage": self._usage_so_far()}
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        return usage(self.asked, list(self._newest.values()))
 
     @property
     def _is_chat(self) -> bool:
@@ -451,7 +472,9 @@ class Answer:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head(".chunk"), "choices": choices}
-        return {**chunk, "usage": None} if self.asked.include_usage else chunk
+        if not self.asked.include_usage:
+            return chunk
+        return {**chunk, "usage": self._usage_so_far() if self.asked.usage_in_chunks else None}
 
     def _choices(self, number: int, output: RequestOutput, form: str) -> Iterator[dict[str, Any]]:
         """Yields the choices of an output with what has not been sent of them, if there is any."""

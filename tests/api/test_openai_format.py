@@ -95,6 +95,15 @@ def test_the_two_ways_to_ask_for_log_probabilities():
         (COMPLETIONS, {"stream": "yes"}, "stream"),
         (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options"),
         (COMPLETIONS, {"stream": True, "stream_options": {"other": 1}}, "stream_options"),
+        (COMPLETIONS, {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
+        (
+            COMPLETIONS,
+            {
+                "stream": True,
+                "stream_options": {"include_usage": False, "continuous_usage_stats": True},
+            },
+            "stream_options",
+        ),
         (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
         (CHAT, {"top_logprobs": 5}, "top_logprobs"),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
@@ -143,6 +152,26 @@ def test_values_that_ask_for_nothing_are_taken(url, own):
     for name, value in others.items():
         with pytest.raises(BodyError, match=rf"^{name}: "):
             read(url, **{name: value})
+
+
+def test_names_of_other_interfaces_are_refused_with_the_nearest_key():
+    for name, near in (("max_new_tokens", "max_tokens"), ("guided_json", "structured_outputs")):
+        with pytest.raises(BodyError, match=rf"^{name}: unknown, .* \(nearest: {near}\)$"):
+            read(COMPLETIONS, **{name: 5})
+
+
+def test_what_a_stream_says_of_its_usage():
+    asked = [
+        read(COMPLETIONS, stream=True, stream_options=options)
+        for options in (
+            {},
+            {"include_usage": True},
+            {"include_usage": True, "continuous_usage_stats": True},
+            {"continuous_usage_stats": True},
+        )
+    ]
+    told = [(one.include_usage, one.usage_in_chunks) for one in asked]
+    assert told == [(False, False), (True, False), (True, True), (True, True)]
 
 
 def test_whole_numbers_may_be_written_as_floats():

@@ -383,6 +383,18 @@ def test_a_stream_has_what_a_whole_answer_has(server, client, monkeypatch, chang
     )
 
 
+def test_each_chunk_may_have_the_usage_so_far(server, client):
+    asked = {"model": "tiny", "prompt": PROMPTS, "n": 2, "seed": 5, "max_tokens": 9}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(client.completions.create(**asked, stream=True, stream_options=options))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < counts[-1]
+    assert chunks[-1].choices == []
+    whole = client.completions.create(**asked).usage
+    assert chunks[-1].usage.total_tokens == chunks[-2].usage.total_tokens == whole.total_tokens
+
+
 def test_a_streamed_chat_begins_with_its_role(server, client):
     asked = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_tokens": 20}
     whole = client.chat.completions.create(**asked)
@@ -604,10 +616,23 @@ def test_an_adapter_whose_files_have_broken_is_an_error_of_the_server(adapted, l
 
 def test_a_model_is_called_by_its_whole_name_or_the_last_part_of_it(llm):
     names = Names(llm, ServeOptions(), "org/tiny")
-    assert [names.adapter(name) for name in (None, "org/tiny", "tiny")] == [None] * 3
+    asked = (None, "org/tiny", "tiny")
+    assert [names.adapter(name) for name in asked] == [None] * 3
+    assert [names.shown(name) for name in asked] == ["org/tiny"] * 3
     for name in ("org", "iny", ""):
         with pytest.raises(Refusal, match="model: expected 'org/tiny', got"):
             names.adapter(name)
+
+
+def test_a_model_may_have_several_names(start, capsys):
+    running = start(name="tiny", served_model_name=["tiny", "org/second"])
+    with running.client() as client:
+        assert [model.id for model in client.models.list()] == ["tiny", "org/second"]
+        for name in ("tiny", "org/second", "second"):
+            assert client.completions.create(model=name, prompt="a", **LIMITS).model == "tiny"
+    flags = ["--served-model-name", "a", "b", "--enable-lora", "--lora-modules", "b=c"]
+    assert cli.main(["serve", *flags]) == 2
+    assert "lora_modules: expected a name that no model here has" in capsys.readouterr().err
 
 
 def test_a_server_without_a_directory_loads_no_adapter(server, checkpoint):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from jaxkv.config import SamplingParams, is_int
+from jaxkv.config import SamplingParams, is_int, nearest_parameter
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.pooling import EmbeddingRequestOutput, PoolingParams
@@ -169,7 +169,9 @@ class Plain(Form):
         if not isinstance(changes, dict):
             raise ValueError(f"params: expected an object, got {type(changes).__name__}")
         if unknown := sorted(changes.keys() - _PARAMS):
-            raise ValueError(f"params: unknown or not possible in a batch: {', '.join(unknown)}")
+            near = {name: nearest_parameter(name) for name in unknown}
+            told = (f"{name} (nearest: {near[name]})" if near[name] else name for name in unknown)
+            raise ValueError(f"params: unknown or not possible in a batch: {', '.join(told)}")
         params = changed(defaults.params, changes)
         name = line.get("model")
         if not isinstance(name, str | None):

@@ -25,20 +25,22 @@ MAX_ADAPTERS = 10_000
 
 
 class Names:
-    """Has an adapter for each name that is not the model's own. Those of the options are there
-    from the start, clients may load and unload others where the options have a `lora_dir`.
+    """Has an adapter for each name that is not one of the model's own, the first of which is
+    `model`. Those of the options are there from the start, clients may load and unload others where
+    the options have a `lora_dir`.
     """
 
     def __init__(self, llm: AsyncLLM, options: ServeOptions, model: str) -> None:
         self.model = model
+        self._models = tuple(dict.fromkeys((model, *(options.served_model_name or ()))))
         self._llm = llm
-        self._adapters = read_lora_modules(options.lora_modules or (), model)
+        self._adapters = read_lora_modules(options.lora_modules or (), self._models)
         self._numbers = itertools.count(len(self._adapters) + 1)
         self._directory = None if options.lora_dir is None else Path(options.lora_dir).resolve()
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the model's name, then those of adapters."""
-        return iter((self.model, *self._adapters))
+        """Yields the model's names, then those of adapters."""
+        return iter((*self._models, *self._adapters))
 
     async def read(self) -> None:
         """Reads all adapters once. Raises: ValueError for one that is broken."""
@@ -46,10 +48,10 @@ class Names:
             await self._llm.add_lora(lora)
 
     def adapter(self, name: str | None) -> LoRARequest | None:
-        """Returns the adapter of this name, None for the model's, whole or its last part, and for
-        no name. Raises: Refusal for any other.
+        """Returns the adapter of this name, None for one of the model's, whole or its last part,
+        and for no name. Raises: Refusal for any other.
         """
-        if name is None or name in names_of(self.model):
+        if name is None or name in names_of(self._models):
             return None
         if (lora := self._adapters.get(name)) is None:
             others = " or an adapter of /v1/models" if self._adapters else ""
@@ -60,6 +62,12 @@ class Names:
                 code="model_not_found",
             )
         return lora
+
+    def shown(self, name: str | None) -> str:
+        """Returns what an answer to a request of this name says: the adapter's, or the first of the
+        model's.
+        """
+        return name if name in self._adapters else self.model
 
     async def load(self, body: dict[str, Any]) -> str:
         """Gives an adapter in `lora_dir` a name, once it has been read, and returns the name.
@@ -72,7 +80,7 @@ class Names:
         keys.end()
 
         def check() -> None:
-            taken = names_of(self.model)
+            taken = names_of(self._models)
             check_name(name, taken if replaces else {*taken, *self}, "lora_name")
             if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
                 raise ValueError(f"lora_name: expected at most {MAX_ADAPTERS} adapters at once")

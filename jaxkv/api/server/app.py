@@ -235,7 +235,7 @@ class App:
         with self.gate.enter(asked.num_sequences, asked.of_inputs):
             lora = self.names.adapter(asked.model)
             with _refusing(asked.keys, asked.of_inputs):
-                write = await asked.answer(self._llm, asked.model or self.names.model, lora)
+                write = await asked.answer(self._llm, self.names.shown(asked.model), lora)
         # Not in the event loop's thread: millions of numbers take long.
         return await asyncio.to_thread(lambda: JSONResponse(write()))
 
@@ -273,17 +273,15 @@ class App:
     async def events(self, asked: Asked) -> AsyncGenerator[dict[str, Any]]:
         """Yields the chunks of a streamed answer. Raises: Refusal."""
         answer = self._answer(asked)
-        last: dict[int, RequestOutput] = {}
         async with aclosing(self.outputs(asked)) as outputs:
             async for number, output in outputs:
-                last[number] = output
                 for chunk in answer.chunks(number, output):
                     yield chunk
         if asked.include_usage:
-            yield answer.usage_chunk(list(last.values()))
+            yield answer.usage_chunk()
 
     def _answer(self, asked: Asked) -> Answer:
-        model = asked.model or self.names.model
+        model = self.names.shown(asked.model)
         return Answer(asked=asked, model=model, decode=self._decode)
 
     def _decode(self, tokens: Sequence[int]) -> str:

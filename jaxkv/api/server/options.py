@@ -38,6 +38,10 @@ IS_KEYS = Check(
     ),
     is_secret=True,
 )
+IS_NAMES = Check(
+    expected="None or a list of names, none empty",
+    holds=lambda value: value not in ([], ()) and _list_or_none(bool)(value),
+)
 IS_ORIGINS = Check(
     expected="None, or a list of * and of origins such as https://example.com",
     holds=_list_or_none(lambda one: ORIGIN.fullmatch(one) is not None),
@@ -75,10 +79,10 @@ class ServeOptions:
         "which other users of this machine cannot see; without either, everybody is answered)",
         check=IS_KEYS,
     )
-    served_model_name: str | None = option(
+    served_model_name: Sequence[str] | None = option(
         None,
-        "name of the model in requests and answers (default: MODEL as given)",
-        check=IS_TEXT_OR_NONE,
+        "names of the model in requests, the first of which answers have (default: MODEL as given)",
+        check=IS_NAMES,
     )
     lora_modules: Sequence[str] | None = option(
         None,
