@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxkv.config import SamplingParams, is_int, nearest_parameter
+from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxkv.requests.reading import MAX_CONTEXT
 from jaxkv.structured import StructuredOutputsParams, read_structured
@@ -46,8 +47,17 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 """Keys with the values that ask for nothing that is not done anyway."""
 
-MAX_WORDS = 64
-"""Stop strings or bad words of a request: each of them costs time for every token."""
+MOST = {
+    "stop": 64,
+    "bad_words": 64,
+    "stop_token_ids": NUM_STOP_TOKENS,
+    "logit_bias": NUM_BIASES,
+    "kv_protect": 1024,
+    "allowed_token_ids": 2**19,
+}
+"""The most entries of a request's lists: a stop string or bad word costs time for every token, and
+to check a million of anything takes a second in which no step is planned.
+"""
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have, as at OpenAI."""
@@ -352,9 +362,10 @@ def _usage_options(options: Mapping[str, Any]) -> tuple[bool, bool]:
 def _sampling(keys: Keys) -> dict[str, Any]:
     """Returns the fields of `SamplingParams` that the body sets under their own names."""
     given = {name: keys.take_any(name) for name in SAME if name in keys}
-    for name in ("stop", "bad_words"):
-        if isinstance(given.get(name), list) and len(given[name]) > MAX_WORDS:
-            raise BodyError(f"{name}: expected at most {MAX_WORDS}, got {len(given[name])}", name)
+    for name, most in MOST.items():
+        value = given.get(name)
+        if isinstance(value, list | dict) and len(value) > most:
+            raise BodyError(f"{name}: expected at most {most}, got {len(value)}", name)
     if (structured := _structured(keys)) is not None:
         given["structured_outputs"] = structured
     return given

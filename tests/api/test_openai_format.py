@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxkv.api.openai_format import CHAT, COMPLETIONS, SAME, Answer, BodyError, read_body
+from jaxkv.api.openai_format import CHAT, COMPLETIONS, MOST, SAME, Answer, BodyError, read_body
 from jaxkv.config import SamplingParams
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxkv.structured import StructuredOutputsParams
@@ -152,6 +152,15 @@ def test_values_that_ask_for_nothing_are_taken(url, own):
     for name, value in others.items():
         with pytest.raises(BodyError, match=rf"^{name}: "):
             read(url, **{name: value})
+
+
+def test_lists_are_no_longer_than_what_is_checked_quickly():
+    for name, most in MOST.items():
+        one = {"1": 0} if name == "logit_bias" else [0]
+        many = {str(i): 0 for i in range(most + 1)} if isinstance(one, dict) else one * (most + 1)
+        with pytest.raises(BodyError, match=rf"^{name}: expected at most {most}, got {most + 1}$"):
+            read(COMPLETIONS, **{name: many})
+    assert read(COMPLETIONS, allowed_token_ids=[3] * 2**18).params.allowed_token_ids
 
 
 def test_names_of_other_interfaces_are_refused_with_the_nearest_key():
