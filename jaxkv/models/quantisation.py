@@ -26,7 +26,10 @@ MIXED = "MIXED_PRECISION"
 OF_MODELOPT = (*NVFP4, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
 """Algorithms of modelopt. The first two differ in activations only; the last is by blocks."""
 
-SKIPPED = ("modules_to_not_convert", "ignore", "exclude_modules", "llm_int8_skip_modules")
+SKIPPED = (
+    *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"),
+    "llm_int8_skip_modules",
+)
 """Where libraries name what they do not quantise."""
 
 IN_CONFIG = ("quantization_config", "compression_config")
@@ -198,6 +201,8 @@ def _mixed(given: ConfigReader) -> tuple[tuple[str, Quantisation | None], ...]:
 def _compressed(given: ConfigReader) -> Quantisation:
     """Reads what compressed-tensors says: all groups of layers must be stored alike."""
     form = given.choice("format", None, FORMATS)
+    # Of what is sparse, other formats leave the zeros out.
+    given.section("sparsity_config").choice("format", "dense", ("dense",))
     groups, found = given.section("config_groups"), set()
     for name in groups.values:
         weights = groups.section(name).section("weights")

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jaxkv.models.families import ConfigReader, read_family
-from jaxkv.models.quantisation import Quantisation
+from jaxkv.models.quantisation import Quantisation, read_quantisation
 from jaxkv.weights.tree import tree_leaves
 
 PUBLISHED = {
@@ -645,3 +645,11 @@ def test_modules_that_compressed_tensors_names_by_regular_expressions_are_not_qu
     modules = ["lm_head", "model.layers.0.mlp.up_proj", "model.layers.3.mlp.gate", "model.norm"]
     assert all(map(how.skips, modules))
     assert not how.skips("model.layers.1.mlp.up_proj")
+
+
+@pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
+def test_modules_that_a_config_of_fp8_names_are_not_quantised(key):
+    about = {"quant_method": "fp8", key: ["model.layers.0.self_attn", "lm_head"]}
+    how = read_quantisation(ConfigReader({"quantization_config": about}, "config.json"))
+    assert all(map(how.skips, ("lm_head", "model.layers.0.self_attn.q_proj")))
+    assert not how.skips("model.layers.1.self_attn.q_proj")

@@ -352,6 +352,11 @@ def test_transforms_of_weights_are_in_what_is_stored(tmp_path):
         (compressed("nvfp4-pack-quantized", num_bits=4), "group_size: expected 16"),
         (compressed("float-quantized", num_bits=4), "num_bits: expected 8"),
         (
+            compressed("float-quantized", num_bits=8)
+            | {"sparsity_config": {"format": "sparse-24-bitmask", "targets": ["Linear"]}},
+            "sparsity_config: format: expected one of dense, got 'sparse-24-bitmask'",
+        ),
+        (
             compressed("int-quantized", num_bits=8) | {"transform_config": ONLINE},
             "transforms at weight_input and weight_output only",
         ),
