@@ -306,7 +306,7 @@ def matmul_packed(
 
     scales_NGF: bfloat16 or float32, zeros_NGF: int8 or float32, of all matrices or, with an N of 1,
     of the one [index]. None where there are none; with no scales there are no zeros. table: what
-    values of 4 bits stand for, [16].
+    values of 4 bits stand for, [16]. Raises: TypeError for scales or zeros of another dtype.
     """
     make_all()
     x_TD = _multiplied_as(x_TD, dtype)
@@ -320,6 +320,9 @@ def matmul_packed(
         table = jnp.asarray([*range(8), *range(-8, 0)])
     names = packed.HANDLERS512 if is_wide() else packed.HANDLERS
     more = (scales_NGF, zeros_NGF)
+    for x, least in zip(more, (jnp.bfloat16, jnp.int8), strict=True):
+        if x.dtype not in (least, jnp.float32):  # the machine code tells them by their bytes
+            raise TypeError(f"expected scales or zeros of {least.dtype} or float32, got {x.dtype}")
     wide = [x.shape[1:] if x.dtype != jnp.float32 else (0, 0) for x in more]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((T, outputs), *wide)]
     if kind == "int4" and ("int4_by_64", dtype.name) in names and D // groups % 64 == 0:

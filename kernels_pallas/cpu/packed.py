@@ -325,7 +325,8 @@ def _pieces(
             addresses = [f.at(value, place_of(column)) for value in values]
             lines = f.at(next_rows, place_of(f.mul(f.sub(column, first), num_rows)))
             for line in range(0, num_bytes, 64):
-                f.fetch(f.at(lines, line), stays=True)
+                # In the second-level cache AVX2 takes 5% to 13% longer, AVX-512 2% less.
+                f.fetch(f.at(lines, line), stays=f.lanes == 16)
             yield (
                 f.sub(column, start),
                 [partial(of_row.read, at) for of_row, at in zip(groups, addresses, strict=True)],

@@ -430,6 +430,11 @@ BAD = {  # the line, whether its id can be used, what the row says
         "line .*: params: unknown .*: heat",
     ),
     "n": (b'{"id": "n", "prompt": "x", "params": {"n": 2}}', True, "not possible in a batch: n"),
+    "foreign": (
+        b'{"id": "foreign", "prompt": "x", "params": {"max_new_tokens": 2}}',
+        True,
+        r"not possible in a batch: max_new_tokens \(nearest: max_tokens\)",
+    ),
     "logprobs": (
         b'{"id": "p", "prompt": "x", "params": {"logprobs": 1}}',
         True,

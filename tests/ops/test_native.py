@@ -333,6 +333,16 @@ def test_packed_weights_of_groups_that_do_not_fill_a_vector_are_left_to_xla(kern
     assert not packed_of("int8", 2, 24, 32, jnp.float32)[0].is_native
 
 
+@pytest.mark.parametrize(
+    ("scales", "zeros"), [(jnp.float16, jnp.int8), (jnp.bfloat16, jnp.bfloat16)]
+)
+def test_scales_and_zero_points_of_other_dtypes_are_refused(scales, zeros):
+    w = jnp.ones((1, 2, 16, 32), jnp.int8)
+    more = jnp.ones((1, 2, 16), scales), jnp.ones((1, 2, 16), zeros)
+    with pytest.raises(TypeError, match="expected scales or zeros of"):
+        native.matmul_packed(jnp.ones((1, 64)), w, 0, *more, None, np.dtype("float32"))
+
+
 @pytest.mark.parametrize("num_tokens", [3, 130])
 def test_int8_dynamic_has_the_bits_that_xla_gives_it(num_tokens, kernel):
     rng = np.random.default_rng(0)
