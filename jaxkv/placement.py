@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import wraps
+from inspect import Parameter, signature
 from typing import Any
 
 import jax
@@ -138,33 +139,40 @@ class Placement:
         return Mesh(np.array(self.devices), (TENSOR,))
 
 
-def on_every_device(
-    function: Callable[..., tuple],
-    placement: Placement | None,
-    *,
-    num_outputs: int,
-    has_kv: bool = True,
-) -> Any:
-    """function(weights, kv, *inputs, axis=...) -> (kv, *outputs), run by each device on its parts
-    of weights and pages; without `has_kv` there is no kv on either side.
+def on_every_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes function(weights, kv, *inputs, axis=, ...) -> (kv, *outputs) one that takes `placement`
+    in place of `axis`: each device runs it on its parts of weights and pages. One without a KV
+    state takes inputs only, and returns anything.
 
     Inputs and outputs are whole: what the devices return must be the same on all. `axis` is the
     mesh axis for the function's own collectives, None on one device.
     """
-    if placement is None or placement.size == 1:
-        return partial(function, axis=None)
 
-    def run(weights: Any, *inputs: Any) -> tuple:
-        parts = [placement.kv(inputs[0])] if has_kv else []
+    @wraps(function)
+    def run(weights: Any, *inputs: Any, placement: Placement | None = None, **static: Any) -> Any:
+        if placement is None or placement.size == 1:
+            return function(weights, *inputs, axis=None, **static)
+        kv = [placement.kv(x) for x in inputs[:1] if isinstance(x, PagedKV)]
+
+        def on_one(*given: Any) -> tuple[Any, Any]:
+            outputs = function(*given, axis=TENSOR, **static)
+            return (outputs[:1], outputs[1:]) if kv else ((), outputs)
+
         divided = jax.shard_map(
-            partial(function, axis=TENSOR),
+            on_one,
             mesh=placement.mesh,
-            in_specs=(placement.weights(weights), *parts, *[WHOLE] * (len(inputs) - len(parts))),
-            out_specs=(*parts, *[WHOLE] * (num_outputs - len(parts))),
+            in_specs=(placement.weights(weights), *kv, *[WHOLE] * (len(inputs) - len(kv))),
+            out_specs=(tuple(kv), WHOLE),
             check_vma=False,
         )
-        return divided(weights, *inputs)
+        own, outputs = divided(weights, *inputs)
+        return (*own, *outputs) if kv else outputs
 
+    # `jit` finds the arguments to donate by their names.
+    given = signature(function)
+    taken = Parameter("placement", Parameter.KEYWORD_ONLY, default=None)
+    names = [taken if name == "axis" else one for name, one in given.parameters.items()]
+    run.__signature__ = given.replace(parameters=names)  # type: ignore[attr-defined]
     return run
 
 

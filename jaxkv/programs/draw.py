@@ -23,7 +23,7 @@ from jaxkv.ops.sampling import (
     sample,
     score,
 )
-from jaxkv.placement import Placement, on_every_device
+from jaxkv.placement import on_every_device
 from jaxkv.programs.step import Last, Newest
 from jaxkv.weights.tree import Weights
 
@@ -34,6 +34,7 @@ STATIC = ("spec", "num_logprobs", "placement")
 
 
 @partial(jax.jit, static_argnames=STATIC)
+@on_every_device
 def draw(
     weights: Weights,
     last: Last,
@@ -42,28 +43,13 @@ def draw(
     *,
     spec: ModelSpec,
     num_logprobs: int = NUM_LOGPROBS,
-    placement: Placement | None = None,
+    axis: str | None,
 ) -> tuple[Newest, Sampled]:
     """Draws the token that follows the last one of each of the step's first rows, of which there
     are as many as `sampling` has.
 
     Compiled once per number of rows B, whatever the step's tokens.
     """
-    body = partial(_draw, spec=spec, num_logprobs=num_logprobs)
-    run = on_every_device(body, placement, num_outputs=2, has_kv=False)
-    return run(weights, last, newest, sampling)
-
-
-def _draw(
-    weights: Weights,
-    last: Last,
-    newest: Newest,
-    sampling: Sampling,
-    *,
-    spec: ModelSpec,
-    num_logprobs: int,
-    axis: str | None,
-) -> tuple[Newest, Sampled]:
     last = last.first(len(sampling.temperature_B))
     logits_BV = decoder.logits(weights, last.hidden_RD, spec=spec, axis=axis)
     sampled = sample(logits_BV, sampling, last.position_R, num_logprobs=num_logprobs)
@@ -72,6 +58,7 @@ def _draw(
 
 
 @partial(jax.jit, static_argnames=STATIC)
+@on_every_device
 def prompt_scores(
     weights: Weights,
     x_TD: jax.Array,
@@ -79,7 +66,7 @@ def prompt_scores(
     *,
     spec: ModelSpec,
     num_logprobs: int = NUM_LOGPROBS,
-    placement: Placement | None = None,
+    axis: str | None,
 ) -> Scores:
     """Computes `score` of the next token of each packed one, where it is wanted (target_T >= 0),
     else anything.
@@ -87,20 +74,6 @@ def prompt_scores(
     Goes over pieces from the first to the last wanted token: the logits of all tokens never exist
     together.
     """
-    body = partial(_prompt_scores, spec=spec, num_logprobs=num_logprobs)
-    run = on_every_device(body, placement, num_outputs=1, has_kv=False)
-    return run(weights, x_TD, target_T)[0]
-
-
-def _prompt_scores(
-    weights: Weights,
-    x_TD: jax.Array,
-    target_T: jax.Array,
-    *,
-    spec: ModelSpec,
-    num_logprobs: int,
-    axis: str | None,
-) -> tuple[Scores]:
     num_tokens = x_TD.shape[0]
     scores = empty_scores((num_tokens,), spec.vocab_size, num_logprobs)
     size = min(SCORED_TOKENS, num_tokens)
@@ -119,4 +92,4 @@ def _prompt_scores(
             lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0), scores, found
         )
 
-    return (jax.lax.fori_loop(0, (end - first + size - 1) // size, score_piece, scores),)
+    return jax.lax.fori_loop(0, (end - first + size - 1) // size, score_piece, scores)

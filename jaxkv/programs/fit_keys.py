@@ -141,10 +141,8 @@ def _affine(moments_K3H: np.ndarray) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnames=("spec", "placement"))
+@on_every_device
 def _moments(
-    weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, placement: Placement | None
+    weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, axis: str | None
 ) -> tuple[PagedKV]:
-    def body(weights: Weights, kv: PagedKV, batch: Batch, *, axis: str | None) -> tuple[PagedKV]:
-        return (decoder.forward(weights, kv, batch, spec=spec, backend=Moments(), axis=axis)[0],)
-
-    return on_every_device(body, placement, num_outputs=1)(weights, kv, batch)
+    return (decoder.forward(weights, kv, batch, spec=spec, backend=Moments(), axis=axis)[0],)

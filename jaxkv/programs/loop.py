@@ -21,7 +21,7 @@ from jaxkv.ops.sampling import (
     is_stop,
     sample,
 )
-from jaxkv.placement import Placement, on_every_device
+from jaxkv.placement import on_every_device
 from jaxkv.programs.draft import Draft, follow, packed
 from jaxkv.programs.step import Newest
 from jaxkv.pytree import pytree
@@ -47,6 +47,7 @@ STATIC = ("spec", "backend", "width", "num_logprobs", "draft", "placement")
 
 
 @partial(jax.jit, static_argnames=STATIC, donate_argnames=("kv", "rows"))
+@on_every_device
 def decode_loop(
     weights: Weights,
     kv: PagedKV,
@@ -60,7 +61,7 @@ def decode_loop(
     width: int,
     num_logprobs: int = NUM_LOGPROBS,
     draft: Draft | None = None,
-    placement: Placement | None = None,
+    axis: str | None,
 ) -> tuple[PagedKV, Newest, Rows, Sampled, Statistics | None]:
     """Generates up to n tokens for each row, ending early when every row has met a stop token or
     its budget.
@@ -69,32 +70,6 @@ def decode_loop(
     Consumes kv and rows. Equals n calls of `step` with one token per row; last what rows
     have observed. `draft` and `placement` as there.
     """
-    body = partial(
-        _decode_loop,
-        spec=spec,
-        backend=backend,
-        width=width,
-        num_logprobs=num_logprobs,
-        draft=draft,
-    )
-    return on_every_device(body, placement, num_outputs=5)(weights, kv, newest, rows, sampling, n)
-
-
-def _decode_loop(
-    weights: Weights,
-    kv: PagedKV,
-    newest: Newest,
-    rows: Rows,
-    sampling: Sampling,
-    n: jax.Array,
-    *,
-    spec: ModelSpec,
-    backend: str | Backend,
-    width: int,
-    num_logprobs: int,
-    draft: Draft | None,
-    axis: str | None,
-) -> tuple[PagedKV, Newest, Rows, Sampled, Statistics | None]:
     num_rows = rows.token_B.shape[0]
     token_B = newest.fill_in(rows.token_B)
     rows = replace(rows, token_B=token_B, budget_B=jnp.where(token_B == NO_TOKEN, 0, rows.budget_B))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxkv.models.layer import normed
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
-from jaxkv.placement import Placement, on_every_device
+from jaxkv.placement import on_every_device
 from jaxkv.programs.step import last_token
 from jaxkv.weights.tree import Weights
 
@@ -18,6 +18,7 @@ KINDS = ("last", "mean", "cls")
 
 
 @partial(jax.jit, static_argnames=("kind", "spec", "placement"))
+@on_every_device
 def pool(
     weights: Weights,
     hidden_TD: jax.Array,
@@ -25,7 +26,7 @@ def pool(
     *,
     kind: str,
     spec: ModelSpec,
-    placement: Placement | None = None,
+    axis: str | None,
 ) -> jax.Array:
     """Returns what this step has of each row's vector, [B, D] float32, behind the final norm: the
     state of its last token here, of its first ("cls"), or the sum of all ("mean"). Rows without
@@ -33,28 +34,14 @@ def pool(
 
     weights: what the final norm has of them.
     """
-    body = partial(_pool, kind=kind, spec=spec)
-    run = on_every_device(body, placement, num_outputs=1, has_kv=False)
-    return run(weights, hidden_TD, batch)[0]
+    if kind == "mean":
+        x_TD = normed(hidden_TD, weights, "norm", spec)
+        sum_BD = jnp.zeros((batch.start_B.shape[0], x_TD.shape[1]), jnp.float32)
+        return sum_BD.at[batch.row_T].add(x_TD, mode="drop")
+    place_B = last_token(batch) if kind == "last" else batch.start_B
+    return normed(hidden_TD[place_B], weights, "norm", spec)
 
 
 def norm_of(weights: Weights) -> Weights:
     """Returns what `pool` takes of the weights."""
     return {name: weights[name] for name in ("norm", "norm_bias") if name in weights}
-
-
-def _pool(
-    weights: Weights,
-    hidden_TD: jax.Array,
-    batch: Batch,
-    *,
-    kind: str,
-    spec: ModelSpec,
-    axis: str | None,
-) -> tuple[jax.Array]:
-    if kind == "mean":
-        x_TD = normed(hidden_TD, weights, "norm", spec)
-        sum_BD = jnp.zeros((batch.start_B.shape[0], x_TD.shape[1]), jnp.float32)
-        return (sum_BD.at[batch.row_T].add(x_TD, mode="drop"),)
-    place_B = last_token(batch) if kind == "last" else batch.start_B
-    return (normed(hidden_TD[place_B], weights, "norm", spec),)

@@ -34,7 +34,7 @@ from jaxkv.ops.sampling import (
     is_stop,
     sample,
 )
-from jaxkv.placement import Placement, on_every_device
+from jaxkv.placement import on_every_device
 from jaxkv.programs.draft import (
     Draft,
     Fresh,
@@ -86,6 +86,7 @@ STATIC = ("spec", "backend", "width", "speculation", "num_logprobs", "draft", "p
 
 
 @partial(jax.jit, static_argnames=STATIC, donate_argnames=("kv", "text_RN"))
+@on_every_device
 def speculative_loop(
     weights: Weights,
     kv: PagedKV,
@@ -100,7 +101,7 @@ def speculative_loop(
     speculation: Speculation,
     num_logprobs: int = NUM_LOGPROBS,
     draft: Draft | None = None,
-    placement: Placement | None = None,
+    axis: str | None,
 ) -> tuple[PagedKV, Newest, jax.Array | None, Sampled, Drafts]:
     """Generates rows.budget_B tokens, `width` at most, for each row, up to a stop token.
 
@@ -109,35 +110,6 @@ def speculative_loop(
     ones make bad proposals, and no other tokens.
     Consumes kv and text_RN. Otherwise as `loop.decode_loop`, whose tokens it returns.
     """
-    body = partial(
-        _speculative_loop,
-        spec=spec,
-        backend=backend,
-        width=width,
-        speculation=speculation,
-        num_logprobs=num_logprobs,
-        draft=draft,
-    )
-    run = on_every_device(body, placement, num_outputs=5)
-    return run(weights, kv, newest, text_RN, rows, sampling)
-
-
-def _speculative_loop(
-    weights: Weights,
-    kv: PagedKV,
-    newest: Newest,
-    text_RN: jax.Array | None,
-    rows: Rows,
-    sampling: Sampling,
-    *,
-    spec: ModelSpec,
-    backend: str | Backend,
-    width: int,
-    speculation: Speculation,
-    num_logprobs: int,
-    draft: Draft | None,
-    axis: str | None,
-) -> tuple[PagedKV, Newest, jax.Array | None, Sampled, Drafts]:
     num_rows, most = rows.token_B.shape[0], speculation.num_tokens
     token_B = newest.fill_in(rows.token_B)
     rows = replace(rows, token_B=token_B, budget_B=jnp.where(token_B == NO_TOKEN, 0, rows.budget_B))
@@ -180,15 +152,9 @@ def _speculative_loop(
     def is_unfinished(state: _State) -> jax.Array:
         return jnp.any(state.rows.budget_B > 0)
 
-    def proposes(state: _State) -> jax.Array:
-        # The loop lasts as long as the rows that have most to do. Only theirs make it shorter.
-        budget_B = state.rows.budget_B
-        last_B = (budget_B > 0) & (budget_B == jnp.max(budget_B))
-        return 2 * jnp.sum(last_B & (state.ahead_Bk[:, 0] != NO_TOKEN)) > jnp.sum(last_B)
-
     def turn(state: _State) -> _State:
         state = propose(state)
-        is_wide = proposes(state)
+        is_wide = _is_wide(state)
         state = _once(~is_wide, partial(advance, num_ahead=0), state)
         return _once(is_wide, partial(advance, num_ahead=most), state)
 
@@ -289,6 +255,15 @@ def _propose(
     # With all of them and the token behind them it has its budget, for which there are pages.
     fits_Bk = jnp.arange(most)[None] < rows.budget_B[:, None] - 1
     return replace(state, kv=kv, ahead_Bk=jnp.where(fits_Bk, ahead_Bk, NO_TOKEN))
+
+
+def _is_wide(state: _State) -> jax.Array:
+    """Tells whether a step of the proposed tokens too is worth its price: the loop lasts as long as
+    the rows that have most to do, and only proposals for them make it shorter.
+    """
+    budget_B = state.rows.budget_B
+    last_B = (budget_B > 0) & (budget_B == jnp.max(budget_B))
+    return 2 * jnp.sum(last_B & (state.ahead_Bk[:, 0] != NO_TOKEN)) > jnp.sum(last_B)
 
 
 def _once(wanted: jax.Array, step: Callable[[_State], _State], state: _State) -> _State:

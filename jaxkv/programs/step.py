@@ -15,27 +15,14 @@ from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend, Batch
 from jaxkv.ops.sampling import NO_TOKEN
-from jaxkv.placement import Placement, on_every_device
+from jaxkv.placement import on_every_device
 from jaxkv.programs.draft import Draft, follow
 from jaxkv.pytree import pytree
 from jaxkv.weights.tree import Weights
 
 
-def last_logits(
-    weights: Weights,
-    kv: PagedKV,
-    batch: Batch,
-    *,
-    spec: ModelSpec,
-    backend: str | Backend,
-    axis: str | None = None,
-) -> tuple[PagedKV, jax.Array]:
-    """Returns (new state, logits [B, V] float32 at the last token of each row)."""
-    kv, x_TD, _ = decoder.forward(weights, kv, batch, spec=spec, backend=backend, axis=axis)
-    return kv, decoder.logits(weights, x_TD[last_token(batch)], spec=spec, axis=axis)
-
-
 @partial(jax.jit, static_argnames=("spec", "backend", "placement"), donate_argnames=("kv",))
+@on_every_device
 def logits_step(
     weights: Weights,
     kv: PagedKV,
@@ -43,13 +30,13 @@ def logits_step(
     *,
     spec: ModelSpec,
     backend: str,
-    placement: Placement | None = None,
+    axis: str | None,
 ) -> tuple[PagedKV, jax.Array]:
     """Runs a ragged step and returns the logits of each row's last token, [B, V] float32, instead
     of sampling from them. Consumes `kv`; otherwise as `step`.
     """
-    body = partial(last_logits, spec=spec, backend=backend)
-    return on_every_device(body, placement, num_outputs=2)(weights, kv, batch)
+    kv, x_TD, _ = decoder.forward(weights, kv, batch, spec=spec, backend=backend, axis=axis)
+    return kv, decoder.logits(weights, x_TD[last_token(batch)], spec=spec, axis=axis)
 
 
 def last_token(batch: Batch) -> jax.Array:
@@ -110,6 +97,7 @@ class Last:
 @partial(
     jax.jit, static_argnames=("spec", "backend", "draft", "placement"), donate_argnames=("kv",)
 )
+@on_every_device
 def step(
     weights: Weights,
     kv: PagedKV,
@@ -119,7 +107,7 @@ def step(
     spec: ModelSpec,
     backend: str | Backend,
     draft: Draft | None = None,
-    placement: Placement | None = None,
+    axis: str | None,
 ) -> tuple[PagedKV, Last, jax.Array, Statistics | None]:
     """Runs one ragged step, prefill chunks and decode tokens together, through the layers. What
     follows from its hidden states are programs of their own (`programs.draw`): the next token of
@@ -131,21 +119,6 @@ def step(
     `placement` on several devices each has its parts of weights and pages. `draft`: a model that
     stores its own keys and values of the tokens too.
     """
-    body = partial(_step, spec=spec, backend=backend, draft=draft)
-    return on_every_device(body, placement, num_outputs=4)(weights, kv, newest, batch)
-
-
-def _step(
-    weights: Weights,
-    kv: PagedKV,
-    newest: Newest,
-    batch: Batch,
-    *,
-    spec: ModelSpec,
-    backend: str | Backend,
-    draft: Draft | None,
-    axis: str | None,
-) -> tuple[PagedKV, Last, jax.Array, Statistics | None]:
     # Only a row of one token has its newest one to come.
     first_B = newest.fill_in(batch.token_T[batch.start_B])
     newest_T = first_B.at[batch.row_T].get(mode="fill", fill_value=0)
