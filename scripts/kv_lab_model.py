@@ -23,7 +23,7 @@ from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Attended, Batch, Heads, Place
 from jaxkv.programs.fit_keys import fit_keys
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import Kept, load_weights
 
 LENGTH, PAGE = 1152, 16
 """Tokens of the longest sequence, and of a page."""
@@ -161,7 +161,7 @@ class Model:
 
     def __init__(self, variant: str, seed: int, directory: Path = DEMO) -> None:
         self.spec, layout = read_family(read_config(directory))
-        self.weights = load_weights(directory, self.spec, layout, dtype="float32")
+        self.weights = load_weights(directory, self.spec, layout, Kept(dtype="float32"))
         layers = self.weights["layers"]
         (group,) = self.spec.groups
         shape = (self.spec.num_layers, group.num_kv_heads, self.spec.head_dim)

@@ -19,7 +19,7 @@ from jaxkv.models.families import read_config, read_family
 from jaxkv.placement import place
 from jaxkv.testing import model_of
 from jaxkv.weights.dummy import weight_shapes
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import Kept, load_weights
 from jaxkv.weights.packing import (
     DYNAMIC,
     FACTOR,
@@ -226,7 +226,7 @@ def written(directory: Path, tensors: dict[str, np.ndarray], config: dict) -> Pa
 def loaded(directory: Path, load: Callable[..., dict] = load_weights, **options: object) -> dict:
     """The weight tree, in which quantised matrices are what they stand for."""
     spec, layout = read_family(read_config(directory))
-    weights = load(directory, spec, layout, dtype="float32", **options)
+    weights = load(directory, spec, layout, Kept(dtype="float32", **options))
     return {
         name: meant(leaf) if isinstance(leaf, dict) else np.asarray(leaf)
         for name, leaf in weights.items()
@@ -261,7 +261,7 @@ def meant(stack: dict[str, jax.Array]) -> dict[str, np.ndarray]:
 
 def packed_names(directory: Path, load: Callable[..., dict] = load_weights) -> set[str]:
     spec, layout = read_family(read_config(directory))
-    return packed(load(directory, spec, layout, dtype="float32")["layers"])
+    return packed(load(directory, spec, layout, Kept(dtype="float32"))["layers"])
 
 
 def packed(stack: dict[str, jax.Array]) -> set[str]:
@@ -274,7 +274,7 @@ def check_planned(directory: Path) -> None:
     spec, layout = read_family(read_config(directory))
     placement = place(spec, layout, jax.devices()[:1])
     planned = weight_shapes(spec, layout, dtype="float32", placement=placement)
-    loaded = load_weights(directory, spec, layout, dtype="float32", placement=placement)
+    loaded = load_weights(directory, spec, layout, Kept(dtype="float32", placement=placement))
 
     def shapes(weights: dict) -> dict:
         arrays = {name: x for name, x in weights["layers"].items() if not name.endswith(ZEROS)}

@@ -28,7 +28,7 @@ from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.arrays import flat, take_weights
 from jaxkv.weights.dummy import random_weights
 from jaxkv.weights.hub import OF_CODE, WITHOUT_WEIGHTS, Access, resolve_model, with_weights
-from jaxkv.weights.load import load_weights, put, with_quantised_head
+from jaxkv.weights.load import Kept, load_weights, put, with_quantised_head
 from jaxkv.weights.orbax import load_converted, stored_dtype
 from jaxkv.weights.packing import WITH_HEAD, packing_for
 from jaxkv.weights.tree import HEAD, Weights, with_layer_leaf
@@ -190,16 +190,14 @@ class Model:
         if arrays is None:
             load = load_weights if self.stored_dtype is None else load_converted
             source = self._files(options)
-        weights = load(
-            source,
-            spec,
-            self.layout,
+        kept = Kept(
             dtype=dtype,
             as_bits=as_bits,
             placement=blueprint.placement,
             check=options.load_format != "unchecked",
             quantization=blueprint.quantization,
         )
+        weights = load(source, spec, self.layout, kept)
         if blueprint.quantization in WITH_HEAD and HEAD in self.layout.top:
             packing = packing_for(blueprint.quantization, spec.hidden_size, dtype=dtype)
             weights = with_quantised_head(weights, packing, blueprint.placement)

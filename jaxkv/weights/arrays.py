@@ -13,17 +13,13 @@ from jaxkv.axes import Array
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
-from jaxkv.placement import Placement
 from jaxkv.weights.load import (
+    Kept,
     aligned_empty,
-    asked_packing,
     check_below,
     dtypes_of,
     is_finite,
     load_weights,
-    put_packed,
-    put_plain,
-    quantise_layers,
 )
 from jaxkv.weights.tree import LAYERS, TreeLeaf, make_tree, tree_leaves
 
@@ -31,15 +27,7 @@ BITS = np.dtype(np.uint16)
 
 
 def take_weights(
-    tree: Mapping[str, Any],
-    spec: ModelSpec,
-    layout: Layout,
-    *,
-    dtype: str,
-    as_bits: bool = False,
-    placement: Placement | None = None,
-    check: bool = True,
-    quantization: str | None = None,
+    tree: Mapping[str, Any], spec: ModelSpec, layout: Layout, kept: Kept
 ) -> dict[str, Any]:
     """Returns what `load_weights` gives, of numpy or jax arrays: under a checkpoint's names, in
     dicts that may be nested at every dot, or in the tree of `weights.tree`, where each is whole
@@ -50,38 +38,25 @@ def take_weights(
     arrays = flat(tree)
     is_own = "embed" in arrays and any(name.startswith(f"{LAYERS}.") for name in arrays)
     if not is_own:
-        return load_weights(
-            arrays,
-            spec,
-            layout,
-            dtype=dtype,
-            as_bits=as_bits,
-            placement=placement,
-            check=check,
-            quantization=quantization,
-        )
+        return load_weights(arrays, spec, layout, kept)
     leaves = [
         leaf
         for leaf in tree_leaves(spec, layout)
         if leaf.path in arrays or leaf.one.same_as is None
     ]
     _check(arrays, leaves, spec.family)
-    num_devices = 1 if placement is None else placement.size
 
     def put_one(leaf: TreeLeaf) -> dict[str, Array]:
-        given, to = arrays[leaf.path], leaf.kept_as(dtype)
+        given, to = arrays[leaf.path], leaf.kept_as(kept.dtype)
         given = given.view(jnp.bfloat16) if given.dtype == BITS else given
-        packing = asked_packing(leaf, quantization, num_devices, dtype)
-        host = aligned_empty(leaf.shape, to if packing is None else np.dtype(np.float32))
+        host = aligned_empty(leaf.shape, kept.read_as(leaf))
         with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is named below
             host[...] = given
-        if check:
+        if kept.check:
             check_below(f"weights: {leaf.path}", given, leaf.one.info.below)
-        if check and not is_finite(host):
+        if kept.check and not is_finite(host):
             raise CheckpointError(f"weights: {leaf.path}: expected finite values as {to.name}")
-        if packing is not None:
-            return put_packed(quantise_layers(host, packing), leaf, placement)
-        return put_plain(host, leaf, placement, as_bits=as_bits)
+        return kept.put(host, leaf)
 
     return make_tree((leaf, put_one(leaf)) for leaf in leaves)
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,42 +48,77 @@ cache.
 """
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """Says how weights are kept: on the devices of `placement` as `dtype` (`TreeLeaf.kept_as`),
+    bfloat16 as raw uint16 bits if `as_bits`. Matrices that are not stored quantised are quantised
+    by the method `quantization` (`packing.METHODS`). Without `check` nobody looks at the values.
+    """
+
+    dtype: str
+    as_bits: bool = False
+    placement: Placement | None = None
+    check: bool = True
+    quantization: str | None = None
+
+    @property
+    def num_devices(self) -> int:
+        return 1 if self.placement is None else self.placement.size
+
+    def packing(self, leaf: TreeLeaf) -> Packing | None:
+        """Returns what a leaf is quantised to that is not stored so; None where it is not."""
+        return asked_packing(leaf, self.quantization, self.num_devices, self.dtype)
+
+    def read_as(self, leaf: TreeLeaf) -> np.dtype:
+        """Returns the dtype of the array that `put` takes."""
+        return np.dtype(np.float32) if self.packing(leaf) else leaf.kept_as(self.dtype)
+
+    def put(self, host: np.ndarray, leaf: TreeLeaf) -> dict[str, Array]:
+        """Puts a leaf that is not stored quantised on its devices."""
+        if (packing := self.packing(leaf)) is not None:
+            return self.put_packed(quantise_layers(host, packing), leaf)
+        is_short = host.dtype.itemsize == 2
+        host = host.view(np.uint16) if self.as_bits and is_short else host
+        return {"": put(host, leaf.name, self.placement)}
+
+    def put_packed(self, parts: dict[str, np.ndarray], leaf: TreeLeaf) -> dict[str, Array]:
+        """Puts the arrays of a quantised leaf, whose values of 4 bits are in pairs, on its devices,
+        without zero points that all are 0.
+        """
+        device = jax.devices()[0] if self.placement is None else self.placement.devices[0]
+        # Versions of jax that keep bits of bfloat16 refuse arrays of int4 as arguments.
+        if parts[""].dtype == np.uint8 and not bfloat16_as_bits(device.platform):
+            parts[""] = from_pairs(parts[""])
+        if ZEROS in parts and not parts[ZEROS].any():
+            del parts[ZEROS]
+        return {end: put(x, leaf.name + end, self.placement) for end, x in parts.items()}
+
+
 def load_weights(
-    source: Path | Mapping[str, Any],
-    spec: ModelSpec,
-    layout: Layout,
-    *,
-    dtype: str,
-    as_bits: bool = False,
-    placement: Placement | None = None,
-    check: bool = True,
-    quantization: str | None = None,
+    source: Path | Mapping[str, Any], spec: ModelSpec, layout: Layout, kept: Kept
 ) -> dict[str, Any]:
-    """Returns the weight tree (`weights.tree`) with tensors as `dtype` (`TreeLeaf.kept_as`),
-    bfloat16 as raw uint16 bits if `as_bits`. Matrices that the checkpoint stores quantised stay so
-    where a matmul can read them; those of other checkpoints are quantised by the method
-    `quantization` (`packing.METHODS`).
-    source: a directory, or the arrays of a checkpoint under its names.
+    """Returns the weight tree (`weights.tree`) of a directory, or of the arrays of a checkpoint
+    under its names. Matrices that are stored quantised stay so where a matmul can read them.
 
     Tensors go one by one from the mapped file to the device and their file pages are dropped at
     once.
     Raises: CheckpointError naming every missing, unexpected or misshapen tensor, before anything is
-    allocated; naming the first tensor that holds NaN or infinity, unless `check` is False.
+    allocated; naming the first tensor that holds NaN or infinity, where anybody looks.
     """
     checkpoint, layout = open_checkpoint(source, spec, layout)
     with checkpoint:
         leaves = [_in_pieces(checkpoint, leaf) for leaf in _present(checkpoint, spec, layout)]
         _check(checkpoint, spec, layout, leaves)
-        num_parts = 1 if placement is None else placement.size
-        with progress(leaves, jnp.dtype(dtype)) as told:
+        with progress(leaves, jnp.dtype(kept.dtype)) as told:
 
             def load(leaf: TreeLeaf) -> dict[str, Array]:
-                packing = _packing(checkpoint, leaf, quantization, num_parts, dtype)
+                packing = _packing(checkpoint, leaf, kept)
                 if packing is not None:
-                    parts = _packed(checkpoint, leaf, packing, check, told)
-                    return put_packed(parts, leaf, placement)
-                host = _stack(checkpoint, leaf, leaf.kept_as(dtype), check, told)
-                return put_plain(host, leaf, placement, as_bits=as_bits)
+                    return kept.put_packed(
+                        _packed(checkpoint, leaf, packing, kept.check, told), leaf
+                    )
+                host = _stack(checkpoint, leaf, leaf.kept_as(kept.dtype), kept.check, told)
+                return kept.put(host, leaf)
 
             return make_tree((leaf, load(leaf)) for leaf in leaves)
 
@@ -249,39 +284,12 @@ def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
     return jax.device_put(host, where).block_until_ready()
 
 
-def put_plain(
-    host: np.ndarray, leaf: TreeLeaf, placement: Placement | None, *, as_bits: bool
-) -> dict[str, Array]:
-    """Puts the array of a leaf that is not quantised on its devices, numbers of 16 bits as their
-    raw bits if `as_bits`.
-    """
-    is_short = host.dtype.itemsize == 2
-    return {"": put(host.view(np.uint16) if as_bits and is_short else host, leaf.name, placement)}
-
-
-def put_packed(
-    parts: dict[str, np.ndarray], leaf: TreeLeaf, placement: Placement | None
-) -> dict[str, Array]:
-    """Puts the arrays of a quantised leaf, whose values of 4 bits are in pairs, on its devices,
-    without zero points that all are 0.
-    """
-    device = jax.devices()[0] if placement is None else placement.devices[0]
-    # Versions of jax that keep bits of bfloat16 refuse arrays of int4 as arguments.
-    if parts[""].dtype == np.uint8 and not bfloat16_as_bits(device.platform):
-        parts[""] = from_pairs(parts[""])
-    if ZEROS in parts and not parts[ZEROS].any():
-        del parts[ZEROS]
-    return {suffix: put(x, leaf.name + suffix, placement) for suffix, x in parts.items()}
-
-
-def _packing(
-    checkpoint: Tensors, leaf: TreeLeaf, quantization: str | None, num_parts: int, dtype: str
-) -> Packing | None:
+def _packing(checkpoint: Tensors, leaf: TreeLeaf, kept: Kept) -> Packing | None:
     """Returns what the leaf is to be kept in, None for the dtype of the model."""
-    if isinstance(checkpoint, Dequantised) and quantization is None and is_matrix(leaf):
-        parts = num_parts_of_columns(leaf.one, num_parts)
-        return checkpoint.packing(leaf.sources, leaf.one.part, parts, dtype)
-    return asked_packing(leaf, quantization, num_parts, dtype)
+    if isinstance(checkpoint, Dequantised) and kept.quantization is None and is_matrix(leaf):
+        parts = num_parts_of_columns(leaf.one, kept.num_devices)
+        return checkpoint.packing(leaf.sources, leaf.one.part, parts, kept.dtype)
+    return kept.packing(leaf)
 
 
 def asked_packing(

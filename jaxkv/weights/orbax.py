@@ -38,15 +38,7 @@ from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement
 from jaxkv.weights.formats import KEPT
-from jaxkv.weights.load import (
-    aligned_empty,
-    asked_packing,
-    load_weights,
-    progress,
-    put_packed,
-    put_plain,
-    quantise_layers,
-)
+from jaxkv.weights.load import Kept, aligned_empty, load_weights, progress
 from jaxkv.weights.packing import (
     FACTOR,
     INT4,
@@ -94,9 +86,8 @@ def convert(directory: Path, out: Path, *, dtype: str) -> int:
             f"{directory}: expected a checkpoint, got what `jaxkv convert` has made of one"
         )
     spec, layout = read_family(read_config(directory))
-    weights = load_weights(
-        directory, spec, layout, dtype=dtype, placement=Placement((jax.devices("cpu")[0],))
-    )
+    kept = Kept(dtype=dtype, placement=Placement((jax.devices("cpu")[0],)))
+    weights = load_weights(directory, spec, layout, kept)
     with _folder_beside(out) as folder:
         unfinished = folder / out.name
         unfinished.mkdir()
@@ -185,36 +176,26 @@ def stored_dtype(directory: Path, spec: ModelSpec) -> str | None:
     return header.values["dtype"]
 
 
-def load_converted(
-    directory: Path,
-    spec: ModelSpec,
-    layout: Layout,
-    *,
-    dtype: str,
-    as_bits: bool = False,
-    placement: Placement | None = None,
-    check: bool = True,
-    quantization: str | None = None,
-) -> dict[str, Any]:
+def load_converted(directory: Path, spec: ModelSpec, layout: Layout, kept: Kept) -> dict[str, Any]:
     """Loads from a converted directory what `load_weights` gives; a dtype other than the stored one
     is converted.
 
     Raises: CheckpointError naming every missing, unexpected or misshapen array, before anything is
-    allocated; naming the first array that is not the one that was stored, unless `check` is False.
+    allocated; naming the first array that is not the one that was stored, where anybody looks.
     """
     arrays = _locate(directory, spec, layout)
     sums = read_config(directory, HEADER).section("crc32")
-    if quantization is not None and any(len(parts) > 1 for _, parts in arrays):
+    if kept.quantization is not None and any(len(parts) > 1 for _, parts in arrays):
         raise ValueError(
             f"quantization: expected None for weights that are stored quantised ({directory}), got "
-            f"{quantization!r}"
+            f"{kept.quantization!r}"
         )
 
     def read(part: _Stored, dtype: np.dtype) -> np.ndarray:
         with part.file.open("rb") as stream:
-            host, crc32 = _read(stream, part, dtype, check)
+            host, crc32 = _read(stream, part, dtype, kept.check)
         told(math.prod(part.shape))
-        if check and crc32 != sums.values.get(part.path):
+        if kept.check and crc32 != sums.values.get(part.path):
             raise CheckpointError(
                 f"{part.file}: expected the CRC-32 {sums.values.get(part.path)!r:.80} of "
                 f"{sums.where}, got {crc32}: one of the two has changed since; convert the model "
@@ -224,17 +205,10 @@ def load_converted(
 
     def load(leaf: TreeLeaf, parts: dict[str, _Stored]) -> dict[str, Array]:
         if len(parts) > 1:
-            packed = {end: read(x, x.dtype) for end, x in parts.items()}
-            return put_packed(packed, leaf, placement)
-        packing = asked_packing(leaf, quantization, num_devices, dtype)
-        if packing is not None:
-            host = read(parts[""], np.dtype(np.float32))
-            return put_packed(quantise_layers(host, packing), leaf, placement)
-        host = read(parts[""], leaf.kept_as(dtype))
-        return put_plain(host, leaf, placement, as_bits=as_bits)
+            return kept.put_packed({end: read(x, x.dtype) for end, x in parts.items()}, leaf)
+        return kept.put(read(parts[""], kept.read_as(leaf)), leaf)
 
-    num_devices = 1 if placement is None else placement.size
-    with progress([leaf for leaf, _ in arrays], jnp.dtype(dtype)) as told:
+    with progress([leaf for leaf, _ in arrays], jnp.dtype(kept.dtype)) as told:
         return make_tree((leaf, load(leaf, parts)) for leaf, parts in arrays)
 
 

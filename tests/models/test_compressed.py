@@ -16,7 +16,7 @@ from jaxkv.models.families import read_config, read_family
 from jaxkv.models.rope import Ropes
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.recurrent import Rows
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import Kept, load_weights
 from jaxkv.weights.tree import layer_weights
 from tiny import make_checkpoint
 
@@ -84,7 +84,7 @@ def test_entries_are_the_same_however_a_prompt_is_cut(tmp_path, layer):
     """Those that overlap too, whose tokens are then of two steps and of a state."""
     path = make_checkpoint(tmp_path, families.text_config("deepseek_v4"))
     spec, layout = read_family(read_config(path))
-    weights = load_weights(path, spec, layout, dtype="float32")
+    weights = load_weights(path, spec, layout, Kept(dtype="float32"))
     kind, (number_of,) = spec.layer_kinds[layer], spec.states_of(layer)
     index = spec.states[number_of].layers.index(layer)
     layers = spec.layers_of(kind)

@@ -24,7 +24,7 @@ from jaxkv.models.families import FAMILIES, ConfigReader, read_config, read_fami
 from jaxkv.models.spec import AttentionSpec
 from jaxkv.ops.attention import xla
 from jaxkv.testing import model_of
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import Kept, load_weights
 from parity import (
     TOLERANCE,
     assert_generates_equal,
@@ -286,7 +286,7 @@ def assert_same_model(one: Path, other: Path) -> None:
     models = [read_family(read_config(directory)) for directory in (one, other)]
     assert replace(models[1][0], family=models[0][0].family) == models[0][0]
     trees = [
-        load_weights(directory, *model, dtype="float32")
+        load_weights(directory, *model, Kept(dtype="float32"))
         for directory, model in zip((one, other), models, strict=True)
     ]
     jax.tree.map(np.testing.assert_array_equal, *trees)
@@ -310,7 +310,7 @@ def test_the_text_part_of_gemma3n_is_found_among_the_others(torch, tmp_path):
 
 def test_experts_for_images_of_ernie_4_5_vl_stay_behind(torch, tmp_path):
     make_hf_model(torch, hf_config("ernie4_5_vl_moe"), tmp_path)
-    weights = load_weights(tmp_path, *read_family(read_config(tmp_path)), dtype="float32")
+    weights = load_weights(tmp_path, *read_family(read_config(tmp_path)), Kept(dtype="float32"))
     tensors = load_file(tmp_path / "model.safetensors")
     stem, count = "model.layers.1.mlp.experts.{}.up_proj.weight", 6
     assert stem.format(2 * count - 1) in tensors  # those for images follow

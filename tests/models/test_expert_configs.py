@@ -14,7 +14,7 @@ from families import ROPE, text_config
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.models.families.base import Part
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import Kept, load_weights
 from tiny import make_checkpoint
 
 
@@ -85,7 +85,7 @@ def test_an_expert_that_is_not_there_is_named(tmp_path, variant, name):
     del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"missing tensor {re.escape(name)}"):
-        load_weights(tmp_path, *read_family(read_config(tmp_path)), dtype="float32")
+        load_weights(tmp_path, *read_family(read_config(tmp_path)), Kept(dtype="float32"))
 
 
 def test_layers_that_predict_later_tokens_are_left_alone(tmp_path):
@@ -96,10 +96,10 @@ def test_layers_that_predict_later_tokens_are_left_alone(tmp_path):
         save_file(tensors | extra, tmp_path / "model.safetensors")
         args = tmp_path, *read_family(read_config(tmp_path))
         if layer == 3:
-            load_weights(*args, dtype="float32")
+            load_weights(*args, Kept(dtype="float32"))
         else:
             with pytest.raises(CheckpointError, match=r"does not use: model\.layers\.4\.eh_proj"):
-                load_weights(*args, dtype="float32")
+                load_weights(*args, Kept(dtype="float32"))
 
 
 def test_a_tensor_of_all_experts_may_come_either_way_round():

@@ -32,7 +32,7 @@ from jaxkv.models.families import (
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec
 from jaxkv.ops.layers import ACTIVATIONS
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import Kept, load_weights
 from tiny import BASE, LLAMA3, VARIANTS, YARN, make_checkpoint, tiny_config
 
 PATH = Path("dir/config.json")
@@ -848,7 +848,7 @@ def test_a_missing_or_huge_config_is_refused(tmp_path):
 
 def load(directory: Path, **options: object) -> dict:
     return load_weights(
-        directory, *read_family(read_config(directory)), **{"dtype": "float32"} | options
+        directory, *read_family(read_config(directory)), Kept(**{"dtype": "float32"} | options)
     )
 
 

@@ -19,7 +19,7 @@ from jaxkv.models.families import llama, read_config, read_family
 from jaxkv.models.families.base import leaf
 from jaxkv.placement import TENSOR, place
 from jaxkv.testing import model_of
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import Kept, load_weights
 from jaxkv.weights.orbax import convert, load_converted
 from parity import torch
 from tiny import make_checkpoint, tiny_config
@@ -58,7 +58,7 @@ def path(monkeypatch, tmp_path) -> Path:
 
 
 def loaded(path: Path, reader: Any = load_weights, **options: Any) -> dict[str, Any]:
-    return reader(path, *read_family(read_config(path)), **({"dtype": "float32"} | options))
+    return reader(path, *read_family(read_config(path)), Kept(**{"dtype": "float32"} | options))
 
 
 def test_layers_compute_what_transformers_do(path, torch):

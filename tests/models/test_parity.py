@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.testing import model_of
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import Kept, load_weights
 from parity import (
     TOLERANCE,
     assert_generates_equal,
@@ -98,7 +98,7 @@ def test_bfloat16_weights_kept_as_bits_give_the_logits_of_bfloat16_weights(tmp_p
     llm = tiny_llm(make_checkpoint(tmp_path, config, dtype="bfloat16"), kv_cache_dtype="float32")
     spec, layout = read_family(read_config(tmp_path))
     bits, values = (
-        load_weights(tmp_path, spec, layout, dtype="bfloat16", as_bits=flag)
+        load_weights(tmp_path, spec, layout, Kept(dtype="bfloat16", as_bits=flag))
         for flag in (True, False)
     )
     vectors = {"float32"}  # which stay so

@@ -14,7 +14,7 @@ from jaxkv.models.families import read_config, read_family
 from jaxkv.placement import place
 from jaxkv.testing import model_of
 from jaxkv.weights.adapters import read_adapter
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import Kept, load_weights
 from jaxkv.weights.orbax import convert, load_converted
 from jaxkv.weights.tree import LOW_DOWN, tree_leaves
 from parity import logits_of, prompts, tiny_llm, torch
@@ -57,7 +57,7 @@ def test_a_converted_model_has_what_layers_share_once_too(tmp_path):
     num_bytes = convert(source, tmp_path / "out", dtype="float32")
     spec, layout = read_family(read_config(source))
     want, got = (
-        read(tmp_path / name, spec, layout, dtype="float32")
+        read(tmp_path / name, spec, layout, Kept(dtype="float32"))
         for name, read in (("in", load_weights), ("out", load_converted))
     )
     assert num_bytes == sum(one.nbytes for one in jax.tree.leaves(want))

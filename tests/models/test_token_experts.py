@@ -26,7 +26,7 @@ from jaxkv.placement import place
 from jaxkv.testing import model_of
 from jaxkv.weights.arrays import take_weights
 from jaxkv.weights.dummy import random_weights
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import Kept, load_weights
 from jaxkv.weights.orbax import convert, load_converted
 from jaxkv.weights.tree import LAYERS, TOKEN_EXPERTS, chooses_by_token
 from parity import torch
@@ -76,7 +76,7 @@ def with_table(path: Path, numbers: np.ndarray) -> Path:
 
 
 def loaded(path: Path, reader: Any = load_weights, **options: Any) -> dict[str, Any]:
-    return reader(path, *read_family(read_config(path)), **({"dtype": "float32"} | options))
+    return reader(path, *read_family(read_config(path)), Kept(**{"dtype": "float32"} | options))
 
 
 def assert_has(weights: dict[str, Any], numbers: np.ndarray) -> None:
@@ -140,7 +140,7 @@ def test_it_is_converted_as_it_is(path, tmp_path):
 def test_it_is_taken_from_arrays(path):
     spec, layout = read_family(read_config(path))
     tree, numbers = loaded(path), stored_table(path)
-    assert_has(take_weights(tree, spec, layout, dtype="bfloat16", as_bits=True), numbers)
+    assert_has(take_weights(tree, spec, layout, Kept(dtype="bfloat16", as_bits=True)), numbers)
     past = np.full((1, numbers.size), EXPERTS)
     for other, message in (
         (past, "token_experts: expected whole numbers from 0 to"),
@@ -148,7 +148,7 @@ def test_it_is_taken_from_arrays(path):
     ):
         given = tree | {LAYERS: tree[LAYERS] | {TOKEN_EXPERTS: other}}
         with pytest.raises(CheckpointError, match=message):
-            take_weights(given, spec, layout, dtype="float32")
+            take_weights(given, spec, layout, Kept(dtype="float32"))
 
 
 @pytest.mark.parametrize("number", [-1, EXPERTS, 2**32])

@@ -33,7 +33,7 @@ from jaxkv.programs.inputs import (
 from jaxkv.programs.loop import Rows, decode_loop
 from jaxkv.programs.pages import copy_pages
 from jaxkv.programs.step import Newest, step
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import Kept, load_weights
 from poison import owned_slots, poison_kv
 from tiny import make_checkpoint, tiny_config
 
@@ -100,7 +100,7 @@ class Device:
 def loaded(request, tmp_path_factory):
     directory = make_checkpoint(tmp_path_factory.mktemp("steps"), tiny_config(request.param))
     spec, layout = read_family(read_config(directory))
-    return load_weights(directory, spec, layout, dtype="float32"), spec
+    return load_weights(directory, spec, layout, Kept(dtype="float32")), spec
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from jaxkv.models.families import read_config, read_family
 from jaxkv.placement import Placement
 from jaxkv.weights import adapters
 from jaxkv.weights.adapters import CONFIG, TENSORS, Adapter, adapted_leaves, read_adapter
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import Kept, load_weights
 from jaxkv.weights.tree import ADAPTER_DOWN, ADAPTER_UP
 from tiny import make_checkpoint, tiny_config
 
@@ -274,7 +274,8 @@ def test_arrays_are_what_merged_weights_have_more(tmp_path, variant):
     own = read(adapter, base).arrays
     with_it = merged(tmp_path / "merged", base, adapter, transposed=transposed)
     before, after = (
-        load_weights(directory, spec, layout, dtype="float32") for directory in (base, with_it)
+        load_weights(directory, spec, layout, Kept(dtype="float32"))
+        for directory in (base, with_it)
     )
     assert len(leaves) > 3
     for leaf in leaves:

@@ -12,7 +12,7 @@ from jaxkv import LLM, SamplingParams
 from jaxkv.models.families import read_config, read_family
 from jaxkv.placement import place
 from jaxkv.weights.dummy import random_weights, weight_shapes
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import Kept, load_weights
 from tiny import make_checkpoint, tiny_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -32,7 +32,7 @@ def test_they_are_like_a_checkpoint_s(tmp_path, family, dtype, as_bits):
     spec, layout = read_family(read_config(directory))
     placement = place(spec, layout, jax.devices())
     how = {"dtype": dtype, "as_bits": as_bits, "placement": placement}
-    real = load_weights(directory, spec, layout, **how)
+    real = load_weights(directory, spec, layout, Kept(**how))
     drawn = random_weights(spec, layout, **how, seed=0)
     assert described(drawn) == described(real)
     if not as_bits:

@@ -16,7 +16,7 @@ import families
 from jaxkv import LLM
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import read_config, read_family
-from jaxkv.weights.load import is_finite, load_weights
+from jaxkv.weights.load import Kept, is_finite, load_weights
 from jaxkv.weights.safetensors import Checkpoint
 from tiny import SMALL, make_checkpoint, tiny_config
 
@@ -28,7 +28,7 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 
 def loaded(directory: Path, dtype: str = "float32", **options: bool) -> dict:
     spec, layout = read_family(read_config(directory))
-    return load_weights(directory, spec, layout, dtype=dtype, **options)
+    return load_weights(directory, spec, layout, Kept(dtype=dtype, **options))
 
 
 def expected(directory: Path) -> dict[str, np.ndarray]:
@@ -353,7 +353,7 @@ import sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jaxkv.models.families import read_config, read_family
-from jaxkv.weights.load import is_finite, load_weights
+from jaxkv.weights.load import Kept, is_finite, load_weights
 
 def memory(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
@@ -363,7 +363,7 @@ directory, dtype, as_bits = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "bits
 jax.block_until_ready((jnp.array(np.zeros(9), copy=True), jax.device_put(np.zeros(9))))  # what JAX itself takes
 spec, layout = read_family(read_config(directory))
 before = memory("VmRSS")
-weights = load_weights(directory, spec, layout, dtype=dtype, as_bits=as_bits)
+weights = load_weights(directory, spec, layout, Kept(dtype=dtype, as_bits=as_bits))
 print(memory("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(weights)))
 """
 

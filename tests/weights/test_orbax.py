@@ -26,7 +26,7 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.families import read_config, read_family
 from jaxkv.programs.compiled import Programs
 from jaxkv.testing import engine_of
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import Kept, load_weights
 from jaxkv.weights.orbax import convert, load_converted
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import CHAT_TEMPLATE, save_tokenizer
@@ -42,7 +42,7 @@ LIMITS = {
 
 
 def load(directory: Path, reader=load_converted, **options: object) -> dict:
-    return reader(directory, *read_family(read_config(directory)), **options)
+    return reader(directory, *read_family(read_config(directory)), Kept(**options))
 
 
 def assert_equal_bits(got: dict, want: dict) -> None:
@@ -501,6 +501,7 @@ import sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jaxkv.models.families import read_config, read_family
+from jaxkv.weights.load import Kept
 from jaxkv.weights.orbax import load_converted
 
 def memory(name):
@@ -510,7 +511,7 @@ def memory(name):
 jax.block_until_ready((jnp.array(np.zeros(9), copy=True), jax.device_put(np.zeros(9))))  # what JAX itself takes
 spec, layout = read_family(read_config(Path(sys.argv[1])))
 before = memory("VmRSS")
-weights = load_converted(Path(sys.argv[1]), spec, layout, dtype=sys.argv[2])
+weights = load_converted(Path(sys.argv[1]), spec, layout, Kept(dtype=sys.argv[2]))
 print(memory("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(weights)))
 """
 
