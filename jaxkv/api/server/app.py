@@ -54,7 +54,6 @@ PREFIX = "jaxkv:"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 """vLLM's."""
 
-A = TypeVar("A", bound=Asked | AskedPooling)
 T = TypeVar("T")
 
 
@@ -74,6 +73,7 @@ class App:
         self._bodies = Bodies(options.max_body_bytes, options.send_timeout_s)
         self._created = int(time.time())
         self._answered: Tally[tuple[str, int]] = Tally()
+        urls = {url: url for url in (COMPLETIONS, CHAT, *POOLING)} | ALIASES
         routes = [
             Route("/health", self._health),
             Route("/ping", self._health, methods=["GET", "POST"]),
@@ -85,9 +85,7 @@ class App:
             Route(UNLOAD, self._unload_adapter, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
-            *(Route(url, _Generate(self, url), methods=["POST"]) for url in (COMPLETIONS, CHAT)),
-            *(Route(url, _Pool(self, url), methods=["POST"]) for url in POOLING),
-            *(Route(alias, _Pool(self, url), methods=["POST"]) for alias, url in ALIASES.items()),
+            *(Route(path, _Work(self, url), methods=["POST"]) for path, url in urls.items()),
         ]
         guard = Middleware(
             Guard,
@@ -196,14 +194,19 @@ class App:
         # Not in the event loop's thread: a million take long.
         return JSONResponse({"prompt": await asyncio.to_thread(self._decode, tokens)})
 
-    async def read(self, request: Request, url: str) -> Asked:
-        """Reads what a request for text asks for. Raises: Refusal."""
-        reader = partial(read_body, url, defaults=self._defaults)
-        return self._possible(await self._read(request, reader))
-
-    async def read_pooling(self, request: Request, url: str) -> AskedPooling:
-        """Reads what a request for vectors or scores asks for. Raises: Refusal."""
-        return self._possible(await self._read(request, partial(read_pooling, url)))
+    async def read(self, request: Request, url: str) -> Asked | AskedPooling:
+        """Reads what a request for text, vectors or scores asks for. Raises: Refusal, also where
+        this model cannot do it.
+        """
+        reader: Callable[[dict[str, Any]], Asked | AskedPooling] = partial(read_pooling, url)
+        if url not in POOLING:
+            reader = partial(read_body, url, defaults=self._defaults)
+        asked = await self._read(request, reader)
+        self.names.adapter(asked.model)
+        if self._llm.pools is not isinstance(asked, AskedPooling):
+            makes = "vectors and scores, not text" if self._llm.pools else "text, not vectors"
+            raise Refusal(400, f"the model makes {makes} (jaxkv serve --runner)", key="model")
+        return asked
 
     async def _read(self, request: Request, reader: Callable[[dict[str, Any]], T]) -> T:
         """Returns what a reader of bodies makes of a request's. Raises: Refusal."""
@@ -219,14 +222,6 @@ class App:
                 raise Refusal(400, str(error), key=error.key) from error
             except ValueError as error:
                 raise Refusal(400, f"body: {error}") from error
-
-    def _possible(self, asked: A) -> A:
-        """Returns it. Raises: Refusal unless this model can do it."""
-        self.names.adapter(asked.model)
-        if self._llm.pools is not isinstance(asked, AskedPooling):
-            makes = "vectors and scores, not text" if self._llm.pools else "text, not vectors"
-            raise Refusal(400, f"the model makes {makes} (jaxkv serve --runner)", key="model")
-        return asked
 
     # --- pooling
 
@@ -337,8 +332,8 @@ def _check_whole(output: CompletionOutput) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Generate:
-    """Is the application behind one of the two routes that generate."""
+class _Work:
+    """Is the application behind a route that generates text, or makes vectors or scores."""
 
     app: App
     url: str
@@ -347,10 +342,11 @@ class _Generate:
         app = self.app
         app.gate.check()
         asked = await app.read(Request(scope, receive), self.url)
-        if asked.stream:
+        if isinstance(asked, Asked) and asked.stream:
             await while_connected(receive, self._stream(app.events(asked), send))
         else:
-            answer = await while_connected(receive, app.complete(asked))
+            work = app.complete(asked) if isinstance(asked, Asked) else app.pool(asked)
+            answer = await while_connected(receive, work)
             await answer(scope, receive, send)
 
     async def _stream(self, events: AsyncGenerator[dict[str, Any]], send: Send) -> None:
@@ -376,21 +372,6 @@ class _Generate:
                 self.app.on_death()
             await _send_event(send, json.dumps(as_refusal(caught.error).body))
         await send({"type": "http.response.body", "body": b""})
-
-
-@dataclass(frozen=True, eq=False)
-class _Pool:
-    """Is the application behind a route of vectors or scores."""
-
-    app: App
-    url: str
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self.app
-        app.gate.check()
-        asked = await app.read_pooling(Request(scope, receive), self.url)
-        answer = await while_connected(receive, app.pool(asked))
-        await answer(scope, receive, send)
 
 
 async def _send_event(send: Send, data: str) -> None:
