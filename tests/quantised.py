@@ -272,9 +272,9 @@ def packed(stack: dict[str, jax.Array]) -> set[str]:
 def check_planned(directory: Path) -> None:
     """Checks that a config says the shapes of what is loaded, but for zero points."""
     spec, layout = read_family(read_config(directory))
-    placement = place(spec, layout, jax.devices()[:1])
-    planned = weight_shapes(spec, layout, dtype="float32", placement=placement)
-    loaded = load_weights(directory, spec, layout, Kept(dtype="float32", placement=placement))
+    kept = Kept(dtype="float32", placement=place(spec, layout, jax.devices()[:1]))
+    planned = weight_shapes(spec, layout, kept)
+    loaded = load_weights(directory, spec, layout, kept)
 
     def shapes(weights: dict) -> dict:
         arrays = {name: x for name, x in weights["layers"].items() if not name.endswith(ZEROS)}

@@ -18,7 +18,7 @@ from jaxkv.build.limits import are_alike, auto_dtype, auto_page_size, make_limit
 from jaxkv.build.memory import Budget, Memory
 from jaxkv.build.options import ABOUT, EngineOptions
 from jaxkv.build.pool import plan_pool
-from jaxkv.config import EngineConfig
+from jaxkv.config import EngineConfig, bfloat16_as_bits
 from jaxkv.holding.retention import full_pages
 from jaxkv.kv.codecs import Codec, PlainCodec, ScaledCodec, get_codec
 from jaxkv.kv.layout import HeadMajorLayout, PageLayout
@@ -33,6 +33,7 @@ from jaxkv.programs.compiled import Programs
 from jaxkv.programs.draft import Draft
 from jaxkv.weights.adapters import empty_adapters
 from jaxkv.weights.dummy import leaf_arrays, sure_leaves, weight_shapes
+from jaxkv.weights.load import Kept
 from jaxkv.weights.packing import METHODS, num_bytes
 from jaxkv.weights.tree import Weights, with_draft, with_layer_leaf
 
@@ -137,6 +138,17 @@ class Blueprint:
         """
         return None if self.layout.quantisation else self.options.quantization
 
+    @property
+    def kept(self) -> Kept:
+        """Says how weights are kept."""
+        return Kept(
+            dtype=self.dtype,
+            as_bits=self.dtype == "bfloat16" and bfloat16_as_bits(self.platform),
+            placement=self.placement,
+            check=self.options.load_format != "unchecked",
+            quantization=self.quantization,
+        )
+
     # --- what it takes, in bytes of one device
 
     @cached_property
@@ -234,14 +246,9 @@ class Blueprint:
     def weight_bytes(self) -> int:
         """Counts the weights, a draft model's too; a head that may be tied is."""
         total, size = 0 if self.draft is None else self.draft.weight_bytes, self.num_devices
+        kept = self.kept
         for leaf in sure_leaves(self.spec, self.layout, self.quantization):
-            arrays = leaf_arrays(
-                leaf,
-                self.layout.quantisation,
-                dtype=self.dtype,
-                num_parts=size,
-                quantization=self.quantization,
-            )
+            arrays = leaf_arrays(leaf, self.layout.quantisation, kept)
             for suffix, (shape, dtype) in arrays.items():
                 is_divided = TENSOR in self.placement.weight(leaf.name + suffix, shape)
                 total += num_bytes(shape, dtype) // (size if is_divided else 1)
@@ -310,7 +317,8 @@ class Blueprint:
         """Returns the shapes of the loaded weights on their devices, which may be those of a
         topology.
         """
-        spec, placement, weights = self.spec, self.placement, self._weight_shapes
+        spec, placement = self.spec, self.placement
+        weights: Weights = weight_shapes(spec, self.layout, self.kept)
         if self.draft is not None:
             weights = with_draft(weights, self.draft.abstract_weights())
         if not self.fits_keys:
@@ -319,16 +327,6 @@ class Blueprint:
         shape = (spec.num_layers, spec.groups[0].num_kv_heads * 2 * spec.groups[0].head_dim)
         parts = placement.weight("k_affine", shape)
         return with_layer_leaf(weights, "k_affine", placement.abstract(shape, jnp.float32, parts))
-
-    @property
-    def _weight_shapes(self) -> Weights:
-        return weight_shapes(
-            self.spec,
-            self.layout,
-            dtype=self.dtype,
-            placement=self.placement,
-            quantization=self.quantization,
-        )
 
     def empty_kv(self) -> PagedKV:
         """Returns the engine's zeroed KV state as the backend keeps it, on its devices.

@@ -18,7 +18,7 @@ from jaxkv.build.options import IS_PATH, EngineOptions
 from jaxkv.build.pooling import MODULES, Pooling, pooling_layout, read_pooling
 from jaxkv.build.speculation import check_draft, draft_options, own_predictor
 from jaxkv.build.tokenizer import check_vocabulary, load_tokenizer
-from jaxkv.config import SamplingParams, bfloat16_as_bits, is_int
+from jaxkv.config import SamplingParams, is_int
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
@@ -28,7 +28,7 @@ from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.arrays import flat, take_weights
 from jaxkv.weights.dummy import random_weights
 from jaxkv.weights.hub import OF_CODE, WITHOUT_WEIGHTS, Access, resolve_model, with_weights
-from jaxkv.weights.load import Kept, load_weights, put, with_quantised_head
+from jaxkv.weights.load import load_weights, put, with_quantised_head
 from jaxkv.weights.orbax import load_converted, stored_dtype
 from jaxkv.weights.packing import WITH_HEAD, packing_for
 from jaxkv.weights.tree import HEAD, Weights, with_layer_leaf
@@ -173,33 +173,17 @@ class Model:
 
     def _load(self, blueprint: Blueprint, arrays: Mapping[str, Any] | None = None) -> Weights:
         """Loads the weights from the model's directory, or takes these."""
-        options, spec, dtype = blueprint.options, blueprint.spec, blueprint.dtype
-        as_bits = dtype == "bfloat16" and bfloat16_as_bits(blueprint.platform)
+        options, spec, kept = blueprint.options, blueprint.spec, blueprint.kept
         if options.load_format == "dummy" and arrays is None:
-            return random_weights(
-                spec,
-                self.layout,
-                dtype=dtype,
-                as_bits=as_bits,
-                placement=blueprint.placement,
-                seed=options.seed,
-                quantization=blueprint.quantization,
-            )
+            return random_weights(spec, self.layout, kept, seed=options.seed)
         load: Callable[..., dict[str, Any]] = take_weights
         source: Any = arrays
         if arrays is None:
             load = load_weights if self.stored_dtype is None else load_converted
             source = self._files(options)
-        kept = Kept(
-            dtype=dtype,
-            as_bits=as_bits,
-            placement=blueprint.placement,
-            check=options.load_format != "unchecked",
-            quantization=blueprint.quantization,
-        )
         weights = load(source, spec, self.layout, kept)
         if blueprint.quantization in WITH_HEAD and HEAD in self.layout.top:
-            packing = packing_for(blueprint.quantization, spec.hidden_size, dtype=dtype)
+            packing = packing_for(blueprint.quantization, spec.hidden_size, dtype=kept.dtype)
             weights = with_quantised_head(weights, packing, blueprint.placement)
         return weights
 

@@ -14,9 +14,8 @@ from jaxkv.config import bfloat16_as_bits
 from jaxkv.models.families import Layout
 from jaxkv.models.quantisation import Quantisation
 from jaxkv.models.spec import ModelSpec
-from jaxkv.placement import Placement, num_parts_of_columns
 from jaxkv.weights.formats import FP4, expected_packing
-from jaxkv.weights.load import asked_packing
+from jaxkv.weights.load import Kept
 from jaxkv.weights.packing import (
     FACTOR,
     LARGEST,
@@ -39,26 +38,21 @@ from jaxkv.weights.tree import (
 
 
 def leaf_arrays(
-    leaf: TreeLeaf,
-    stored: Quantisation | None,
-    *,
-    dtype: str,
-    num_parts: int,
-    quantization: str | None,
-    in_pairs: bool = False,
+    leaf: TreeLeaf, stored: Quantisation | None, kept: Kept, *, in_pairs: bool = False
 ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Returns shapes and dtypes of the arrays that a leaf becomes, by what follows its name.
     stored: how the checkpoint is quantised. in_pairs: as in `Packing.arrays`.
     """
-    packing, shape = None, leaf.shape
-    if leaf.path == HEAD and quantization in WITH_HEAD:
-        packing = packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
+    packing, shape, dtype = None, leaf.shape, kept.dtype
+    if leaf.path == HEAD and kept.quantization in WITH_HEAD:
+        size = kept.placed.size
+        packing = packing_for(kept.quantization, leaf.shape[-1], size, dtype=dtype)
         shape = (1, *leaf.shape)
     elif is_matrix(leaf) and stored is not None:
-        parts = num_parts_of_columns(leaf.one, num_parts)
-        packing = expected_packing(leaf.one, stored, num_parts=parts, dtype=dtype)
+        num_parts = kept.num_parts(leaf)
+        packing = expected_packing(leaf.one, stored, num_parts=num_parts, dtype=dtype)
     else:
-        packing = asked_packing(leaf, quantization, num_parts, dtype)
+        packing = kept.packing(leaf)
     if packing is None:
         return {"": (shape, leaf.kept_as(dtype))}
     return packing.arrays(shape, in_pairs=in_pairs)
@@ -75,47 +69,25 @@ def sure_leaves(spec: ModelSpec, layout: Layout, quantization: str | None) -> li
     ]
 
 
-def weight_shapes(
-    spec: ModelSpec,
-    layout: Layout,
-    *,
-    dtype: str,
-    placement: Placement,
-    quantization: str | None = None,
-) -> dict[str, Any]:
+def weight_shapes(spec: ModelSpec, layout: Layout, kept: Kept) -> dict[str, Any]:
     """Returns the weight tree that `load_weights` makes, as shapes with their shardings; a head
     that may be tied is, and what a checkpoint stores quantised is as its config says.
     """
+    placement = kept.placed
     in_pairs = bfloat16_as_bits(placement.devices[0].platform)
 
     def abstract(leaf: TreeLeaf) -> dict[str, jax.ShapeDtypeStruct]:
-        arrays = leaf_arrays(
-            leaf,
-            layout.quantisation,
-            dtype=dtype,
-            num_parts=placement.size,
-            quantization=quantization,
-            in_pairs=in_pairs,
-        )
+        arrays = leaf_arrays(leaf, layout.quantisation, kept, in_pairs=in_pairs)
         return {
             suffix: placement.abstract(shape, kind, placement.weight(leaf.name + suffix, shape))
             for suffix, (shape, kind) in arrays.items()
         }
 
-    leaves = sure_leaves(spec, layout, quantization)
+    leaves = sure_leaves(spec, layout, kept.quantization)
     return make_tree((leaf, abstract(leaf)) for leaf in leaves)
 
 
-def random_weights(
-    spec: ModelSpec,
-    layout: Layout,
-    *,
-    dtype: str,
-    as_bits: bool,
-    placement: Placement,
-    seed: int,
-    quantization: str | None = None,
-) -> dict[str, Any]:
+def random_weights(spec: ModelSpec, layout: Layout, kept: Kept, *, seed: int) -> dict[str, Any]:
     """Draws the weight tree of `load_weights` on the first device, so that it takes seconds at any
     size.
 
@@ -156,11 +128,10 @@ def random_weights(
         else:
             bound = (3 / leaf.shape[-1]) ** 0.5
             x = jax.random.uniform(key, leaf.shape, leaf.dtype, -bound, bound)
-        x = jax.lax.bitcast_convert_type(x, jnp.uint16) if as_bits and x.dtype == dtype else x
+        if kept.as_bits and x.dtype == kept.dtype:
+            x = jax.lax.bitcast_convert_type(x, jnp.uint16)
         return jax.device_put(x, leaf.sharding).block_until_ready()
 
-    shapes = weight_shapes(
-        spec, layout, dtype=dtype, placement=placement, quantization=quantization
-    )
+    shapes = weight_shapes(spec, layout, kept)
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
     return jax.tree.unflatten(tree, [draw(number, *leaf) for number, leaf in enumerate(leaves)])

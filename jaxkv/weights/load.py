@@ -62,12 +62,20 @@ class Kept:
     quantization: str | None = None
 
     @property
-    def num_devices(self) -> int:
-        return 1 if self.placement is None else self.placement.size
+    def placed(self) -> Placement:
+        """Returns the placement, that on the default device where there is none."""
+        return self.placement or Placement((jax.devices()[0],))
 
     def packing(self, leaf: TreeLeaf) -> Packing | None:
         """Returns what a leaf is quantised to that is not stored so; None where it is not."""
-        return asked_packing(leaf, self.quantization, self.num_devices, self.dtype)
+        if self.quantization is None or not is_matrix(leaf):
+            return None
+        parts = self.num_parts(leaf)
+        return packing_for(self.quantization, leaf.shape[-1], parts, dtype=self.dtype)
+
+    def num_parts(self, leaf: TreeLeaf) -> int:
+        """Returns into how many parts the columns of a matrix are divided."""
+        return num_parts_of_columns(leaf.one, self.placed.size)
 
     def read_as(self, leaf: TreeLeaf) -> np.dtype:
         """Returns the dtype of the array that `put` takes."""
@@ -85,9 +93,8 @@ class Kept:
         """Puts the arrays of a quantised leaf, whose values of 4 bits are in pairs, on its devices,
         without zero points that all are 0.
         """
-        device = jax.devices()[0] if self.placement is None else self.placement.devices[0]
         # Versions of jax that keep bits of bfloat16 refuse arrays of int4 as arguments.
-        if parts[""].dtype == np.uint8 and not bfloat16_as_bits(device.platform):
+        if parts[""].dtype == np.uint8 and not bfloat16_as_bits(self.placed.devices[0].platform):
             parts[""] = from_pairs(parts[""])
         if ZEROS in parts and not parts[ZEROS].any():
             del parts[ZEROS]
@@ -287,21 +294,8 @@ def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
 def _packing(checkpoint: Tensors, leaf: TreeLeaf, kept: Kept) -> Packing | None:
     """Returns what the leaf is to be kept in, None for the dtype of the model."""
     if isinstance(checkpoint, Dequantised) and kept.quantization is None and is_matrix(leaf):
-        parts = num_parts_of_columns(leaf.one, kept.num_devices)
-        return checkpoint.packing(leaf.sources, leaf.one.part, parts, kept.dtype)
+        return checkpoint.packing(leaf.sources, leaf.one.part, kept.num_parts(leaf), kept.dtype)
     return kept.packing(leaf)
-
-
-def asked_packing(
-    leaf: TreeLeaf, quantization: str | None, num_devices: int, dtype: str
-) -> Packing | None:
-    """Returns what a leaf is kept in where weights are quantised as they are loaded; None where it
-    stays in the dtype of the model.
-    """
-    if quantization is None or not is_matrix(leaf):
-        return None
-    parts = num_parts_of_columns(leaf.one, num_devices)
-    return packing_for(quantization, leaf.shape[-1], parts, dtype=dtype)
 
 
 def _packed(

@@ -172,8 +172,8 @@ def test_random_weights_have_experts_that_there_are(path):
     spec, layout = read_family(read_config(path))
     placement = place(spec, layout, jax.devices())
     for as_bits in (False, True):
-        how = {"dtype": "bfloat16", "as_bits": as_bits, "placement": placement}
-        drawn = random_weights(spec, layout, **how, seed=0)
+        kept = Kept(dtype="bfloat16", as_bits=as_bits, placement=placement)
+        drawn = random_weights(spec, layout, kept, seed=0)
         assert_has(drawn, (np.arange(VOCAB * USED) % EXPERTS).reshape(VOCAB, USED))
         assert jax.tree.map(np.shape, drawn) == jax.tree.map(np.shape, loaded(path))
 

@@ -31,21 +31,19 @@ def test_they_are_like_a_checkpoint_s(tmp_path, family, dtype, as_bits):
     directory = make_checkpoint(tmp_path / "model", tiny_config(family))
     spec, layout = read_family(read_config(directory))
     placement = place(spec, layout, jax.devices())
-    how = {"dtype": dtype, "as_bits": as_bits, "placement": placement}
-    real = load_weights(directory, spec, layout, Kept(**how))
-    drawn = random_weights(spec, layout, **how, seed=0)
+    kept = Kept(dtype=dtype, as_bits=as_bits, placement=placement)
+    real = load_weights(directory, spec, layout, kept)
+    drawn = random_weights(spec, layout, kept, seed=0)
     assert described(drawn) == described(real)
     if not as_bits:
-        assert described(
-            weight_shapes(spec, layout, dtype=dtype, placement=placement)
-        ) == described(real)
+        assert described(weight_shapes(spec, layout, kept)) == described(real)
 
 
 def test_a_matrix_keeps_the_variance_of_what_goes_through_it(tmp_path):
     directory = make_checkpoint(tmp_path / "model", tiny_config("llama"))
     spec, layout = read_family(read_config(directory))
-    how = {"dtype": "float32", "as_bits": False, "placement": place(spec, layout, jax.devices())}
-    one, same, other = (random_weights(spec, layout, **how, seed=seed) for seed in (1, 1, 2))
+    kept = Kept(dtype="float32", placement=place(spec, layout, jax.devices()))
+    one, same, other = (random_weights(spec, layout, kept, seed=seed) for seed in (1, 1, 2))
     up = np.asarray(one["layers"]["up"])
     np.testing.assert_array_equal(up, same["layers"]["up"])
     assert not np.array_equal(up, other["layers"]["up"])
