@@ -70,7 +70,6 @@ NOT_READ = {
     "norms that differ in eps or in how weights are stored, gates of what joins": (
         "muse_glimmer, muse_spark"
     ),
-    "convolutions of queries and keys, routers that read those of the layer before": "zaya",
 }
 """What transformers 5.24 has decoders of that are not read, by what they need that is not built."""
 

@@ -40,6 +40,7 @@ WINDOW = {"sliding_window": 8, "layer_types": MIXED}
 V4_NEAR, V4_CHOSEN = "sliding_attention", "compressed_sparse_attention"
 V4_HEAVY = "heavily_compressed_attention"
 HEAD = {"head_dim": 8}
+ZAYA = HEAD | {"num_experts": 5, "moe_intermediate_size": 40, "router_hidden_size": 20}
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}
 FALCON = {"num_kv_heads": 2, "ffn_hidden_size": 80}
 
@@ -279,6 +280,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.9, "embedding_multiplier": 1.4}
     | {"lm_head_multiplier": 0.6},
     "falcon_h1-plain": HEAD | MAMBA2 | {"mamba_d_ssm": 96},
+    "zaya": ZAYA
+    | {"sliding_window": 8, "lm_head_bias": True, "attention_bias": True}
+    | {"layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "cca_time0": 3, "cca_time1": 3},
+    "zaya-plain": ZAYA | {"tie_word_embeddings": True},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ZAMBA[:4], "num_key_value_heads": 6}
     | {"n_mamba_heads": 2, "mamba_dt_rank": 5, "mamba_d_state": 8, "tie_word_embeddings": True},
     "zamba2": {"num_hidden_layers": 5, "layers_block_type": ZAMBA, "num_key_value_heads": 6}
@@ -887,7 +892,8 @@ def make_hf_model(torch: Any, config: Any, directory: Path, *, seed: int = 1) ->
     config._attn_implementation = "sdpa" if falls else "eager"
     model = auto.from_config(config, dtype=torch.float32).eval()
     rng = np.random.default_rng(seed)
-    biases = [one for one in model.named_buffers() if one[0].endswith("e_score_correction_bias")]
+    ends = ("e_score_correction_bias", "balancing_biases")
+    biases = [one for one in model.named_buffers() if one[0].endswith(ends)]
     for name, parameter in [*sorted(model.named_parameters()), *sorted(biases)]:
         parameter.data.copy_(torch.from_numpy(drawn(rng, name, tuple(parameter.shape))))
     for _, table in sorted(x for x in model.named_buffers() if x[0].endswith("tid2eid")):

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import PagedKV, Statistics
-from jaxkv.models import altup, hyper, latent
-from jaxkv.models.layer import Layers, normed, scaled
+from jaxkv.models import altup, hyper, latent, routing
+from jaxkv.models.layer import Layers, moved, normed, scaled
 from jaxkv.models.paged import PagedAttention
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec, RopeSpec, Sinusoid
@@ -60,7 +60,7 @@ def forward(
         x_TD += values(weights["positions"].at[position_T].get(mode="clip")).astype(jnp.float32)
     if spec.scales.positions is not None:
         x_TD += _sinusoid(batch.position_T, spec.scales.positions, spec)
-    x_TD = normed(x_TD, weights, "embed_norm", spec)
+    x_TD = moved(normed(x_TD, weights, "embed_norm", spec), weights, "embed")
     x_TD = jnp.where(batch.is_row_T[:, None], x_TD, 0)  # nothing is multiplied with rows of zeros
     own_LTP = _per_layer(weights, batch.token_T, x_TD, spec) if "own_embed" in weights else None
     layers = Layers(weights, kv, batch, attend, own_LTP, x_TD, spec=spec, axis=axis)
@@ -70,7 +70,10 @@ def forward(
         held = attend.held(statistics)
         if spec.has_shortcut:
             held = held._replace(aside_TD=jnp.zeros_like(x_TD))
-        held = held._replace(before=latent.Before.empty(x_TD.shape[0], spec))
+        held = held._replace(
+            before=latent.Before.empty(x_TD.shape[0], spec),
+            view_TX=routing.empty(x_TD.shape[0], weights),
+        )
         carry = (hyper.spread(altup.spread(x_TD, weights), spec), held)
         layer = jax.checkpoint(layers) if runs_again else layers
         x, held = jax.lax.fori_loop(0, spec.num_layers, layer, carry)

@@ -22,14 +22,16 @@ from jaxkv.models import (
     altup,
     attention_experts,
     compressed,
+    convolved,
     differential,
     hyper,
     latent,
+    routing,
 )
 from jaxkv.models.compressed import Compression, put
 from jaxkv.models.ngrams import with_ngrams
 from jaxkv.models.paged import Held, PagedAttention
-from jaxkv.models.recurrent import Compressor, Mixer, Ngrams
+from jaxkv.models.recurrent import Compressor, Convolved, Mixer, Ngrams
 from jaxkv.models.rope import Ropes, rope_frequencies
 from jaxkv.models.spec import BlockIndexSpec, ModelSpec, QueryTemperature
 from jaxkv.ops.adapters import TokenAdapters
@@ -58,6 +60,11 @@ from jaxkv.weights.tree import (
     num_adapters,
     stack_name,
 )
+
+SEEN = "router_seen"
+"""Under this name a layer's weights have what its router makes logits of, where its experts take
+something else.
+"""
 
 GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
 
@@ -145,6 +152,7 @@ class Layers:
             mixed_TD = scaled(normed(mixed_TD, w, "post_attn_norm", spec), spec.scales.residual)
             if stream is not None:
                 x_TD, mixed_TD = _weighed(h_TD, mixed_TD, stream.mixer[kind])
+            x_TD, mixed_TD = moved(x_TD, w, "attn_stream"), moved(mixed_TD, w, "attn_out")
             if spec.is_parallel:
                 # Some have one norm for both.
                 own = "mlp_norm" in w or "mlp_norm" in spec.unit_norms
@@ -156,10 +164,12 @@ class Layers:
                     x_TD = (x_TD + _laurel(h_TD, w, spec)) * 2**-0.5
                 x_TD = normed(x_TD, w, "joined_attn_norm", spec)
                 h_TD = normed(x_TD, w, "mlp_norm", spec)
+            w, held = self._with_view(h_TD, w, held)
             out_TD = self._feed_forward(x_TD, h_TD, w, cutoff, number)
             out_TD = scaled(normed(out_TD, w, "post_mlp_norm", spec), spec.scales.residual)
             if stream is not None:
                 x_TD, out_TD = _weighed(h_TD, out_TD, stream.mlp)
+            x_TD, out_TD = moved(x_TD, w, "mlp_stream"), moved(out_TD, w, "mlp_out")
             x_TD = normed(x_TD + out_TD, w, "joined_mlp_norm", spec)
             return (
                 self._shortcut(x_TD, h_TD, w, held, number) if spec.has_shortcut else (x_TD, held)
@@ -242,6 +252,9 @@ class Layers:
             elif compress is not None:
                 q, k, index, states = compress(h_TD, w, rope, held.states, number)
                 maps, v, held = None, None, held._replace(states=states)
+            elif convolved.MIX in w:
+                q, k, v, held = self._convolved(h_TD, w, rope, held, number, layers[0])
+                maps, index = None, None
             else:
                 q, k, v = _project(h_TD, w, rope, spec, head_dim, self._axis)
                 maps = None
@@ -287,6 +300,28 @@ class Layers:
 
         return attend
 
+    def _convolved(
+        self,
+        h_TD: jax.Array,
+        w: Weights,
+        rope: Rotation | None,
+        held: Held,
+        number: jax.Array,
+        layer: int,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Held]:
+        """Projects tokens whose queries and keys see the last ones in a layer that is alike."""
+        (number_of,) = self._spec.states_of(layer)
+        keeper, own = self._spec.states[number_of].mixer, held.states[number_of]
+        if not isinstance(keeper, Convolved):
+            raise TypeError(f"expected states of what is convolved, got {keeper}")
+        rows = self._rows_of(number_of)(number)
+        q, k, v, own = convolved.project(
+            *(h_TD, w, rope, keeper, own, rows),
+            head_dim=self._spec.head_dim,
+            axis=self._axis,
+        )
+        return q, k, v, held._replace(states=put(held.states, number_of, own))
+
     def _with_chosen(self, h_TD: jax.Array, w: Weights, head_dim: int) -> Weights:
         """Returns the layer's weights with those that these tokens choose to attend by, if any."""
         router = self._spec.router
@@ -300,7 +335,7 @@ class Layers:
         return [
             self._recurrence(number_of, mixer)
             for number_of, mixer in states
-            if not isinstance(mixer, (Compressor, Ngrams))
+            if not isinstance(mixer, (Compressor, Convolved, Ngrams))
         ]
 
     def _recurrence(self, number_of: int, mixer: Mixer) -> Mix:
@@ -393,6 +428,13 @@ class Layers:
             routed_TD, w, "post_routed_norm", spec
         )
 
+    def _with_view(self, h_TD: jax.Array, w: Weights, held: Held) -> tuple[Weights, Held]:
+        """Returns the layer's weights with what its router sees, if it sees what others saw."""
+        if routing.VIEW not in w:
+            return w, held
+        seen_TX, view_TX = routing.views(h_TD, w, held.view_TX, self._spec)
+        return {**w, SEEN: seen_TX}, held._replace(view_TX=view_TX)
+
     def _shortcut(
         self, x_TD: jax.Array, h_TD: jax.Array, w: Weights, held: Held, number: jax.Array
     ) -> Carry:
@@ -408,8 +450,9 @@ class Layers:
         """Runs the experts that the router chooses, and the shared one."""
         spec, limits = self._spec, self._spec.scales.limits
         run_mlp = partial(mlp, activation=spec.activation, limits_act=limits.of_act)
-        num_experts = w["router"].num_rows - router.num_identity
-        logits_TE = linear_float32(normed(x_TD, w, "router_norm", spec), w["router"])
+        num_experts = w["router"].num_rows - router.num_identity - router.num_empty
+        seen_TX = w[SEEN] if SEEN in w else normed(x_TD, w, "router_norm", spec)
+        logits_TE = linear_float32(seen_TX, w["router"])
         if "router_offset" in w:
             logits_TE += w["router_offset"].astype(jnp.float32)[None, :]
         given_TK = None
@@ -474,6 +517,14 @@ def _weighed(
 def scaled(x: jax.Array, factor: float) -> jax.Array:
     """Multiplies by a factor that is mostly 1."""
     return x if factor == 1.0 else x * factor
+
+
+def moved(x: jax.Array, w: Weights, name: str) -> jax.Array:
+    """Adds a vector and multiplies with one where the weights have them."""
+    if f"{name}_gain" not in w:
+        return x
+    shift_D, gain_D = (values(w[f"{name}_{kind}"]) for kind in ("shift", "gain"))
+    return (x + shift_D.astype(jnp.float32)[None]) * gain_D.astype(jnp.float32)[None]
 
 
 def normed(

@@ -31,7 +31,7 @@ class Held(NamedTuple):
     """Holds what layers change: the pools of each store, what is observed, and recurrent states.
     All else of the KV state stays outside of the loop. aside_TD: what experts have given that joins
     the stream behind the next layer (`ModelSpec.has_shortcut`). before: what layers of latent
-    attention leave to those behind them.
+    attention leave to those behind them. view_TX: what routers do (`models.routing`).
     """
 
     stores: tuple[Pools, ...]
@@ -39,6 +39,7 @@ class Held(NamedTuple):
     states: tuple[tuple[jax.Array, ...], ...] = ()
     aside_TD: jax.Array | None = None
     before: latent.Before = latent.Before()
+    view_TX: jax.Array | None = None
 
 
 class PagedAttention:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from jaxkv.models.recurrent import Compressor, Mixer, Ngrams, StateArray
+from jaxkv.models.recurrent import Compressor, Convolved, Mixer, Ngrams, StateArray
 from jaxkv.ops.experts import Router
 
 
@@ -259,11 +259,12 @@ counted in, so that prefixes, snapshots of states and admission are those of any
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpec:
     """Layers whose mixer keeps a recurrent state, of one size however long a row is; or what is to
-    be an entry of their keys (`models.compressed`), or tokens and what they say (`models.ngrams`).
+    be an entry of their keys (`models.compressed`), what comes before a token's queries and keys
+    (`models.convolved`), or tokens and what they say (`models.ngrams`).
     """
 
     layers: tuple[int, ...]
-    mixer: Mixer | Compressor | Ngrams
+    mixer: Mixer | Compressor | Convolved | Ngrams
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:

@@ -46,8 +46,8 @@ class Router:
     logit_scale: of the logits, which are then cap * tanh(logit / cap), where cap is not 0.
     on_input: a weight multiplies what comes into its expert, not what goes out. shared_scale: of
     what the MLP for all tokens gives. num_identity: so many experts, the last ones, give back what
-    comes in. is_shortcut: experts take what comes into the layer's MLP, and what they give joins
-    the stream behind the next layer.
+    comes in. num_empty: so many more behind those give nothing. is_shortcut: experts take what
+    comes into the layer's MLP, and what they give joins the stream behind the next layer.
     Sources: arXiv 2401.04088, section 2.1; with groups arXiv 2412.19437, section 2.1.2; one after
     the other arXiv 2409.12136, as its authors' code has it; the last two arXiv 2509.01322.
     """
@@ -68,6 +68,7 @@ class Router:
     cap: float = 0.0
     shared_scale: float = 1.0
     num_identity: int = 0
+    num_empty: int = 0
     is_shortcut: bool = False
 
     def __post_init__(self) -> None:

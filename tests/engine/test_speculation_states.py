@@ -51,6 +51,7 @@ CASES = [
     ("minimax", "ngram"),  # lightning attention
     ("kimi_linear", "ngram"),  # the delta rule by channel
     ("recurrent_gemma", "ngram"),  # the RG-LRU
+    ("zaya", "ngram"),  # what comes before queries, keys and values
 ]
 
 CHANGES = {"recurrent_gemma": {"num_attention_heads": 4, "num_key_value_heads": 1}}

@@ -80,6 +80,7 @@ QUICK = {
     "stablelm-parallel",  # a tensor for each head
     "xglm",  # sines of positions
     "zamba",  # Mamba by heads
+    "zaya",  # queries and keys that see the last tokens, routers that see what others saw
     "zamba2",  # blocks that layers share, whose result only a recurrence sees
 }
 """One variant for each mechanism."""

@@ -291,6 +291,7 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("zamba", {"mamba_dt_rank": "auto", "attention_head_dim": 16}),
         ("zamba2", {"layers_block_type": ["mamba", "hybrid", "hybrid", "mamba", "hybrid"]}),
         ("zamba2-plain", {"use_long_context": True, "num_key_value_heads": None}),
+        ("zaya-plain", {"layer_types": None, "rope_parameters": None, "router_hidden_size": None}),
         ("kimi_linear", {"num_experts_per_tok": 2, "norm_topk_prob": False}),  # other names
         ("mixtral", {"num_experts": 5, "num_local_experts": None}),
         ("glm_moe_dsa-shared", {"indexer_types": None, "index_topk_freq": 2}),
@@ -759,6 +760,9 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("zamba", "n_mamba_heads", 5, "a divisor of the 96 channels"),
         ("zamba", "attention_hidden_size", 48, r"96 \(not built\)"),
         ("zamba", "attention_head_dim", 8, r"16 \(not built\)"),
+        ("zaya", "num_experts_per_tok", 2, r"1 \(not built\)"),
+        ("zaya", "cca_time0", 1, "a whole number from 2"),
+        ("zaya", "cca_time1", 1, "a whole number from 2"),
         ("zamba2", "tie_word_embeddings", False, r"True \(not built\)"),
         ("zamba2", "num_attention_heads", 7, "a divisor of 2 \\* hidden_size=96"),
         ("axk2", "topk_group", None, "a number, as n_group is one"),

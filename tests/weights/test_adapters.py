@@ -248,6 +248,7 @@ def test_a_digest_stands_for_what_is_computed(base, tmp_path):
         "gemma4_text",
         "axk2",
         "zamba2",
+        "zaya",
     ],
 )
 def test_arrays_are_what_merged_weights_have_more(tmp_path, variant):

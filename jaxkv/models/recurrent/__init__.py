@@ -3,6 +3,7 @@ each.
 """
 
 from jaxkv.models.recurrent.compressor import Compressor
+from jaxkv.models.recurrent.convolved import Convolved
 from jaxkv.models.recurrent.delta import GatedDelta
 from jaxkv.models.recurrent.lightning import Lightning
 from jaxkv.models.recurrent.mamba import Mamba
@@ -16,6 +17,7 @@ from jaxkv.models.recurrent.short_conv import ShortConv
 __all__ = [
     "ChannelMix",
     "Compressor",
+    "Convolved",
     "GatedDelta",
     "Lightning",
     "Mamba",
