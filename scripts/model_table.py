@@ -63,7 +63,9 @@ NOT_READ = {
     "attention that chooses among keys by an index, in other forms than DeepSeek-V3.2": (
         "dots3_note"
     ),
-    "layers that run more than once": "dory, hrm_text, inkling2_loop",
+    "attention to what blocks of layers gave, and layers that get messages of their last time": (
+        "inkling2_loop"
+    ),
     "other recurrences": "xlstm",
     "biases of scores that tokens compute": "doge, inkling, inkling2",
     "keys of an encoder": "bart and others",
@@ -161,13 +163,14 @@ class Case:
         full = {key: one for key, one in tiny.items() if key not in made}
         full |= {"head_dim": None, **sizes}
         count = sizes.get("num_hidden_layers", sizes.get("n_layer", 0))
+        num_layers = tiny.get("num_hidden_layers", own.num_layers)  # which may run more than once
         listed = {
             key: one
             for key, one in full.items()
-            if count and isinstance(one, list) and len(one) == own.num_layers
+            if count and isinstance(one, list) and len(one) == num_layers
         }
         full |= {key: (one * count)[:count] for key, one in listed.items()}
-        full |= {"per_layer_config": {}, "kv_source_layers": None}
+        full |= {"per_layer_config": {}, "kv_source_layers": None, "n_recurrent_layers": None}
         if "indexer_head_dim" in tiny:  # Qwen4-Exp's defaults leave out what must fit other sizes
             full |= {"indexer_head_dim": 128, "ple_embed_dim": None}
         if own.depends_on_context:  # its factors are as many as a tiny head has dimensions

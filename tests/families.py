@@ -40,6 +40,9 @@ WINDOW = {"sliding_window": 8, "layer_types": MIXED}
 V4_NEAR, V4_CHOSEN = "sliding_attention", "compressed_sparse_attention"
 V4_HEAVY = "heavily_compressed_attention"
 HEAD = {"head_dim": 8}
+DORY = HEAD | {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1}
+DORY |= {"initializer_range": 0.3, "ngpt_alpha_init": 0.5, "sliding_window": 8}
+DORY |= {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}
 ZAYA = HEAD | {"num_experts": 5, "moe_intermediate_size": 40, "router_hidden_size": 20}
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}
 FALCON = {"num_kv_heads": 2, "ffn_hidden_size": 80}
@@ -280,6 +283,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.9, "embedding_multiplier": 1.4}
     | {"lm_head_multiplier": 0.6},
     "falcon_h1-plain": HEAD | MAMBA2 | {"mamba_d_ssm": 96},
+    "hrm_text": {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}
+    | HEAD
+    | {"H_cycles": 3, "L_cycles": 2, "embedding_scale": 3.0},
+    "dory": DORY | {"attention_bias": True, "mlp_bias": True, "n_recurrent_loops": 3},
+    "dory-once": DORY | {"n_recurrent_loops": 1, "tie_word_embeddings": True},
     "zaya": ZAYA
     | {"sliding_window": 8, "lm_head_bias": True, "attention_bias": True}
     | {"layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "cca_time0": 3, "cca_time1": 3},
@@ -920,7 +928,9 @@ def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nda
     fan_in = shape[0] if "c_" in name else shape[-1]
     is_table = "embed" in name or "wte" in name or "wpe" in name
     # Where nothing is added to the stream between a block's norms, float32 and float64 differ by
-    # 1e-2 of the logits' deviation with larger ones in transformers itself.
-    factor = 0.8 if "shared_transf" in name else 4.0 if is_table else 2.0
+    # 1e-2 of the logits' deviation with larger ones in transformers itself, and by 1e-3 where layers
+    # run again and again.
+    has_little = "shared_transf" in name or "_module." in name
+    factor = 0.8 if has_little else 4.0 if is_table else 2.0
     scale = 0.3 if len(shape) == 1 else fan_in**-0.5 * factor
     return rng.normal(0.0, scale, shape).astype(np.float32)

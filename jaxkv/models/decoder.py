@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import PagedKV, Statistics
-from jaxkv.models import altup, hyper, latent, routing
+from jaxkv.models import altup, hyper, latent, passes, routing
 from jaxkv.models.layer import Layers, moved, normed, scaled
 from jaxkv.models.paged import PagedAttention
 from jaxkv.models.rope import rope_frequencies
@@ -23,6 +23,7 @@ from jaxkv.ops.matrices import Matrix, values
 from jaxkv.weights.packing import DYNAMIC
 from jaxkv.weights.tree import DRAFT, HEAD, Weights, draft_of, head_matrix, with_draft
 
+BESIDE_HEAD = ("head_bias", "head_gain")
 BEFORE_HEAD = ("head_dense", "head_dense_bias", "head_norm", "head_norm_bias")
 """Leaves between the final norm and the head, which most models do not have."""
 
@@ -73,6 +74,7 @@ def forward(
         held = held._replace(
             before=latent.Before.empty(x_TD.shape[0], spec),
             view_TX=routing.empty(x_TD.shape[0], weights),
+            kept_STD=passes.empty(x_TD, batch.is_row_T, weights, spec),
         )
         carry = (hyper.spread(altup.spread(x_TD, weights), spec), held)
         layer = jax.checkpoint(layers) if runs_again else layers
@@ -109,7 +111,7 @@ def head_of(weights: Weights) -> Weights:
     that are it.
     """
     head = HEAD if HEAD in weights else "embed"
-    names = {"norm", "norm_bias", "head_down", head, HEAD + DYNAMIC, "head_bias", *BEFORE_HEAD}
+    names = {"norm", "norm_bias", "head_down", head, HEAD + DYNAMIC, *BESIDE_HEAD, *BEFORE_HEAD}
     return {name: leaf for name, leaf in weights.items() if name in names}
 
 
@@ -137,7 +139,10 @@ def logits(
     if "head_down" in weights:
         x_TD = linear(x_TD, Matrix(weights["head_down"]))
     bias_V = values(weights["head_bias"]) if "head_bias" in weights else None
-    part_TV = scaled(linear(x_TD, head_matrix(weights), bias_V), spec.scales.logits)
+    part_TV = linear(x_TD, head_matrix(weights), bias_V)
+    if "head_gain" in weights:
+        part_TV *= values(weights["head_gain"]).astype(jnp.float32)[None]
+    part_TV = scaled(part_TV, spec.scales.logits)
     if spec.scales.logit_cap:
         part_TV = soft_cap(part_TV, spec.scales.logit_cap)
     if axis is None or part_TV.shape[1] == spec.vocab_size:

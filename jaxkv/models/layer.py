@@ -26,6 +26,7 @@ from jaxkv.models import (
     differential,
     hyper,
     latent,
+    passes,
     routing,
 )
 from jaxkv.models.compressed import Compression, put
@@ -58,6 +59,7 @@ from jaxkv.weights.tree import (
     Weights,
     layer_weights,
     num_adapters,
+    num_modules,
     stack_name,
 )
 
@@ -108,6 +110,11 @@ class Layers:
 
     def __call__(self, number: jax.Array, carry: Carry) -> Carry:
         """Runs layer `number` (int32)."""
+        x, held = carry
+        if held.kept_STD is not None:
+            norm = partial(normed, w={}, name="norm", spec=self._spec)
+            x, kept_STD = passes.begin(x, held.kept_STD, number, norm, self._spec)
+            carry = x, held._replace(kept_STD=kept_STD)
         if len(self._bodies) == 1:
             return self._bodies[0](number, carry)
         return jax.lax.switch(jnp.asarray(self._kind_L)[number], self._bodies, number, carry)
@@ -116,12 +123,13 @@ class Layers:
         """Returns what runs any layer of a kind."""
         spec, layers = self._spec, self._spec.layers_of(kind)
         index_L = np.zeros(spec.num_layers, np.int32)
-        index_L[list(layers)] = range(len(layers))
+        count = num_modules(self._weights, kind)
+        index_L[list(layers)] = np.arange(len(layers)) % count
         block = self._block(layers, kind)
 
         def run(number: jax.Array, carry: Carry) -> Carry:
             x, held = carry
-            index = number if spec.num_kinds == 1 else jnp.asarray(index_L)[number]
+            index = number if count == spec.num_layers else jnp.asarray(index_L)[number]
             w = layer_weights(self._weights, index, kind, self._adapters)
             own_TP = None if self._own_LTP is None else self._own_LTP[number]
             if altup.ROUTER in w:
@@ -150,6 +158,7 @@ class Layers:
             h_TD = normed(x_TD, w, "attn_norm", spec)
             mixed_TD, held = mix(h_TD, w, held, number)
             mixed_TD = scaled(normed(mixed_TD, w, "post_attn_norm", spec), spec.scales.residual)
+            mixed_TD = _towards(mixed_TD, h_TD, w, "attn_rate")
             if stream is not None:
                 x_TD, mixed_TD = _weighed(h_TD, mixed_TD, stream.mixer[kind])
             x_TD, mixed_TD = moved(x_TD, w, "attn_stream"), moved(mixed_TD, w, "attn_out")
@@ -167,6 +176,7 @@ class Layers:
             w, held = self._with_view(h_TD, w, held)
             out_TD = self._feed_forward(x_TD, h_TD, w, cutoff, number)
             out_TD = scaled(normed(out_TD, w, "post_mlp_norm", spec), spec.scales.residual)
+            out_TD = _towards(out_TD, h_TD, w, "mlp_rate")
             if stream is not None:
                 x_TD, out_TD = _weighed(h_TD, out_TD, stream.mlp)
             x_TD, out_TD = moved(x_TD, w, "mlp_stream"), moved(out_TD, w, "mlp_out")
@@ -289,7 +299,9 @@ class Layers:
             out_TF = out_TNH[..., :value_dim].reshape(q.shape[0], -1)
             if "attn_gate" in w:
                 gate_TF = linear(gate_TX, w["attn_gate"], w.get("attn_gate_bias"))
-                gate_TF = GATES[spec.attention.gate](gate_TF)
+                if "attn_gate_root" in w:
+                    gate_TF *= jnp.square(w["attn_gate_root"].astype(jnp.float32))[None]
+                gate_TF = GATES[spec.attention.gate](scaled(gate_TF, spec.attention.gate_factor))
                 size = out_TF.shape[1] // gate_TF.shape[1]  # of a head, where each has one gate
                 gate_TF = gate_TF if size == 1 else jnp.repeat(gate_TF, size, axis=1)
                 out_TF = out_TF.astype(jnp.float32) * gate_TF
@@ -416,7 +428,7 @@ class Layers:
                 limit=_limit(limits.dense, number),
                 limits_act=limits.of_act,
                 cutoff=cutoff,
-                norm=norm if "down_norm" in w else None,
+                norm=norm if "down_norm" in w or "down_norm" in spec.unit_norms else None,
                 axis=self._axis,
             )
             return scaled(out_TD, spec.scales.mlp)
@@ -514,6 +526,13 @@ def _weighed(
     return scaled(h_TD, factors[0]), scaled(out_TD, factors[1])
 
 
+def _towards(out_TD: jax.Array, h_TD: jax.Array, w: Weights, name: str) -> jax.Array:
+    """Returns a part of the way from a block's input to its output, by a rate for each number."""
+    if name not in w:
+        return out_TD
+    return jnp.abs(w[name].astype(jnp.float32))[None] * (out_TD - h_TD)
+
+
 def scaled(x: jax.Array, factor: float) -> jax.Array:
     """Multiplies by a factor that is mostly 1."""
     return x if factor == 1.0 else x * factor
@@ -543,6 +562,9 @@ def normed(
         return x
     last_eps = spec.scales.last_eps if name == "norm" else None
     eps = spec.norm_eps if last_eps is None else last_eps
+    if spec.norm == "length":
+        width = x.shape[-1] * (1 if axis is None else jax.lax.axis_size(axis))
+        scale, eps = scale * width**-0.5, eps / width
     if spec.norm.startswith("layer"):
         y = layer_norm(x, scale, bias, eps=eps)
     else:
@@ -601,6 +623,8 @@ def _project(
         return by_head(x, f"{name}_norm") if is_next else x
 
     q = rotated(project("q"), "q")
+    if "q_root" in w:
+        q = q * jnp.square(w["q_root"].astype(jnp.float32)).reshape(1, -1, head_dim)
     if "k" not in w:
         return q, None, None
     key = project("k")

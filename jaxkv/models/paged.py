@@ -32,6 +32,7 @@ class Held(NamedTuple):
     All else of the KV state stays outside of the loop. aside_TD: what experts have given that joins
     the stream behind the next layer (`ModelSpec.has_shortcut`). before: what layers of latent
     attention leave to those behind them. view_TX: what routers do (`models.routing`).
+    kept_STD: what was kept of the stream (`models.passes`).
     """
 
     stores: tuple[Pools, ...]
@@ -40,6 +41,7 @@ class Held(NamedTuple):
     aside_TD: jax.Array | None = None
     before: latent.Before = latent.Before()
     view_TX: jax.Array | None = None
+    kept_STD: jax.Array | None = None
 
 
 class PagedAttention:

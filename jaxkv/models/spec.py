@@ -113,6 +113,7 @@ class AttentionSpec:
     repeat in their rows (of those that rotate the last one's, if they do too). latent_eps: of the
     norms inside of latent attention. latent_factor: of latents, before they are stored. gate: the
     activation of gates of what attention gives, which are one for each head or each number.
+    gate_factor: of what goes into it.
     slopes: of each query head, by which scores fall with distance (`models.alibi`); () for none.
     by_depth: scores are divided by the number of their layer, 1 for the first. Source: Mistral by
     Stanford CRFM.
@@ -135,6 +136,7 @@ class AttentionSpec:
     latent_eps: float = 1e-6
     latent_factor: float = 1.0
     gate: str = "sigmoid"
+    gate_factor: float = 1.0
     slopes: tuple[float, ...] = ()
     by_depth: bool = False
     index: IndexSpec | BlockIndexSpec | None = None
@@ -151,6 +153,19 @@ class NormedStream:
 
     mixer: tuple[tuple[float, float], ...]
     mlp: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """Says what comes into `layer`, with which some layers begin anew: the stream, behind the last
+    norm if `is_normed`, is kept under the number `keeps`, if any, and what is kept under `joins`
+    is added to it (`models.passes`). That norm has no weights.
+    """
+
+    layer: int
+    joins: int
+    keeps: int | None = None
+    is_normed: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +216,8 @@ class Scales:
     kind of layers how many standard deviations above their mean a token's gates count from, None
     for all; () if all layers have None. Source: Spark Transformer, arXiv 2506.06644, section 3.
     limits: of gates. hyper: of several streams. last_eps: in the place of `ModelSpec.norm_eps`, of
-    the norm behind the last layer; None where that is as in the layers.
+    the norm behind the last layer; None where that is as in the layers. passes: what comes into
+    layers that run more than once.
     """
 
     embed: float = 1.0
@@ -218,6 +234,7 @@ class Scales:
     limits: GateLimits = GateLimits()
     hyper: HyperSpec | None = None
     last_eps: float | None = None
+    passes: tuple[Pass, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,10 +294,10 @@ class ModelSpec:
     """A decoder-only transformer. Biases, most norms, a gate and an untied head are not here: their
     tensors are the flag.
 
-    norm: "rms" or "layer" (with the mean taken off), with "_one" where the weights are stored less
-    one. unit_norms: norms without weights. rope: of all layers, unless `layer_ropes` has one for
-    each, None where a layer rotates nothing. is_parallel: attention and feed-forward both take what
-    came into the layer.
+    norm: "rms", "length" (divided by the length, not by its part of the size) or "layer" (with the
+    mean taken off), with "_one" where the weights are stored less one. unit_norms: norms without
+    weights. rope: of all layers, unless `layer_ropes` has one for each, None where a layer rotates
+    nothing. is_parallel: attention and feed-forward both take what came into the layer.
 
     layer_kinds: for each layer the number of its kind, whose tensors have shapes of their own; ()
     if all are alike. router: of layers with experts. states: layers with recurrent states, beside

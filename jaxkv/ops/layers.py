@@ -304,6 +304,7 @@ def mlp(
         else gated(activation, w, gate_factor, limit, limits_act)
     )
     if cutoff is not None or norm is not None:  # which need all of a token
+        join = _with_gains(join, w, gate_factor)
         whole = partial(_whole, join=join, cutoff=cutoff, norm=norm, axis=axis)
         return add_up(_mlp_at_once(x_TD, own, join=whole), w.get("down_bias"), axis)
     at_once, in_pieces = (partial(one, join=join) for one in (_mlp_at_once, _mlp_in_pieces))
@@ -355,6 +356,20 @@ def _whole(
         gate = beyond(gate, cutoff, axis=axis)
     h = join(gate, up)
     return h if norm is None else norm(h)
+
+
+def _with_gains(join: Join, w: Mapping[str, Any], factor: float) -> Join:
+    """Returns what multiplies gate and up before they are joined, where `w` says by what."""
+    if "up_gain" not in w:
+        return join
+    gate_gain_F, up_gain_F = (w[f"{name}_gain"].astype(jnp.float32) for name in ("gate", "up"))
+
+    def gained(gate: Array | None, up: Array) -> Array:
+        if gate is None:
+            raise ValueError("gains: expected a gate, got None")
+        return join(gate * gate_gain_F[None], up * up_gain_F[None] * factor)
+
+    return gained
 
 
 def beyond(x: Array, cutoff: float, *, axis: str | None) -> Array:

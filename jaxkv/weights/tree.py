@@ -112,11 +112,17 @@ def tree_leaves(spec: ModelSpec, layout: Layout) -> list[TreeLeaf]:
         TreeLeaf(name, leaf, (leaf.source,), leaf.info.shape) for name, leaf in layout.top.items()
     ]
     layers = [
-        _stacked(name, leaf, kind, spec.layers_of(kind))
+        _stacked(name, leaf, kind, _numbers(spec, layout, kind))
         for kind, leaves in enumerate(layout.layers)
         for name, leaf in leaves.items()
     ]
     return top + layers
+
+
+def _numbers(spec: ModelSpec, layout: Layout, kind: int) -> Sequence[int]:
+    """Lists the numbers that the layers of a kind have in names, each once."""
+    layers = spec.layers_of(kind)
+    return list(dict.fromkeys(layout.numbers[x] for x in layers)) if layout.numbers else layers
 
 
 def _stacked(name: str, leaf: Leaf, kind: int, layers: Sequence[int]) -> TreeLeaf:
@@ -251,6 +257,11 @@ def num_adapters(weights: Weights) -> int:
     return leaves[0].shape[1] if leaves else 0
 
 
+def num_modules(weights: Weights, kind: int) -> int:
+    """Counts the layers of a kind that have weights of their own; others take turns with these."""
+    return max(leaf.shape[0] for leaf in weights[stack_name(kind)].values())
+
+
 def layer_weights(
     weights: Weights, layer: Array, kind: int = 0, adapters: TokenAdapters | None = None
 ) -> dict[str, Any]:
@@ -262,7 +273,7 @@ def layer_weights(
     """
     stack = weights[stack_name(kind)]
     dtype = Matrix(weights["embed"]).dtype
-    num_layers = max(leaf.shape[0] for leaf in stack.values())
+    num_layers = num_modules(weights, kind)
 
     def of_layer(
         name: str, leaf: Array, layer: Array

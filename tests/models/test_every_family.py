@@ -48,6 +48,7 @@ QUICK = {
     "deepseek_v3",  # latent attention
     "deepseek_v4",  # entries of several tokens, experts by token, outputs by groups of heads
     "diffllama",  # pairs of heads, of which the second is taken off
+    "dory",  # vectors of length 1, steps towards what blocks give, layers that run more than once
     "falcon",  # one KV head, fused
     "falcon-new",  # fused by head, two norms
     "falcon_h1",  # Mamba2 and attention side by side, factors on everything
@@ -59,6 +60,7 @@ QUICK = {
     "glm_moe_dsa-shared",  # keys chosen by an index, some by that of a layer before
     "gpt2",  # learned positions, transposed weights
     "granite_swa",  # sinks
+    "hrm_text",  # two stacks by turns, on the sum of what they gave
     "jetmoe",  # experts' queries and outputs of attention
     "mimo_v2_flash",  # values smaller than keys, KV heads by the kind of layer, experts
     "llama4",  # chunks, layers without rotation, weighed inputs of experts; text part of a model

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import families
 from adapters import make_adapter
@@ -34,6 +37,36 @@ def test_the_tree_has_as_many_numbers_as_transformers_has_parameters(torch, tmp_
     (twice,) = [leaf for leaf in leaves if leaf.name == f"{LOW_DOWN}gate"]  # it is `up`'s, too
     count = sum(int(np.prod(leaf.shape)) for leaf in leaves) - int(np.prod(twice.shape))
     assert count == sum(one.numel() for one in model.parameters())
+
+
+@pytest.mark.parametrize("variant", ["dory", "hrm_text"])
+def test_layers_that_run_more_than_once_are_in_the_tree_once(torch, tmp_path, variant):
+    model = make_hf_model(torch, hf_config(variant), tmp_path)
+    spec, layout = read_family(read_config(tmp_path))
+    count = sum(int(np.prod(leaf.shape)) for leaf in tree_leaves(spec, layout))
+    assert count == sum(one.numel() for one in model.parameters())
+    assert spec.kv_layers == tuple(range(spec.num_layers))  # but each time has its keys
+
+
+def test_published_files_of_dory_count_attention_and_the_mlp_as_two(torch, tmp_path):
+    """Source of the names: transformers' LayerPairCollapse."""
+    make_hf_model(torch, hf_config("dory"), tmp_path / "1")
+    tensors, other = load_file(tmp_path / "1" / "model.safetensors"), tmp_path / "2"
+    rates = {"lambda_1": "attn_alpha", "lambda_2": "mlp_alpha"}
+
+    def published(name: str) -> str:
+        if ".layers." not in name:
+            return name
+        first, number, module, *rest = name.split(".")[1:]
+        number = 2 * int(number) + (module in ("mlp", "lambda_2"))
+        return ".".join(["backbone", first, str(number), rates.get(module, "mixer"), *rest])
+
+    other.mkdir()
+    save_file({published(name): x for name, x in tensors.items()}, other / "model.safetensors")
+    shutil.copy(tmp_path / "1" / "config.json", other)
+    spec, layout = read_family(read_config(other))
+    one, two = (load_weights(tmp_path / name, spec, layout, dtype="float32") for name in "12")
+    jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "int8_dynamic"])

@@ -249,6 +249,8 @@ def test_a_digest_stands_for_what_is_computed(base, tmp_path):
         "axk2",
         "zamba2",
         "zaya",
+        "dory",
+        "hrm_text",
     ],
 )
 def test_arrays_are_what_merged_weights_have_more(tmp_path, variant):

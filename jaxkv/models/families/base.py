@@ -121,6 +121,8 @@ class Layout:
     though their configs do not say so. `told`: tensors of whole numbers that checkpoints may have,
     and which the config tells: other ones are refused. `joined`: names, with `{layer}`, of tensors
     that transformers has as one, whose rows it divides evenly among them as it saves a model.
+    `numbers`: what number each layer has in names, () for its own. Layers of a kind that run more
+    than once have the same numbers by turns, and one array of each for all times.
     """
 
     top: Mapping[str, Leaf] = field(hash=False)
@@ -133,6 +135,7 @@ class Layout:
     plain: tuple[str, ...] = ()
     told: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
     joined: tuple[tuple[str, ...], ...] = ()
+    numbers: tuple[int, ...] = ()
 
     def in_each_layer(self, **leaves: Leaf) -> Layout:
         """Returns the layout with these leaves, by name, in layers of every kind too."""
