@@ -617,7 +617,6 @@ PARTS = (
     "granite4_vision_text",
     "hunyuan_vl_text",
     "hy_v4_vl_text",
-    "minimax_m3_vl_text",
     "mistral_large4_text",
     "step3p5",
     "mllama_text_model",

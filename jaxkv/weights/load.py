@@ -247,7 +247,12 @@ def _sources(spec: ModelSpec, layout: Layout) -> set[str]:
 
 
 def _as_stored(names: Collection[str], spec: ModelSpec, layout: Layout) -> Layout:
-    """Returns the layout with experts in the form in which tensors of these names have them."""
+    """Returns the layout with layers, and experts, in the form in which tensors of these names have
+    them.
+    """
+    also = replace(layout, layers=layout.also, also=()) if layout.also else layout
+    if not (_sources(spec, also) - _sources(spec, layout)).isdisjoint(names):
+        return also
 
     def is_there(leaves: Mapping[str, Leaf], layer: int) -> bool:
         one = leaves["expert_up"].source.format(layer=layer, pair=layer // 2, half=0, expert=0)

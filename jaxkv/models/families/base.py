@@ -122,7 +122,8 @@ class Layout:
     and which the config tells: other ones are refused. `joined`: names, with `{layer}`, of tensors
     that transformers has as one, whose rows it divides evenly among them as it saves a model.
     `numbers`: what number each layer has in names, () for its own. Layers of a kind that run more
-    than once have the same numbers by turns, and one array of each for all times.
+    than once have the same numbers by turns, and one array of each for all times. `also`: leaves of
+    layers in checkpoints of another form, in place of `layers`.
     """
 
     top: Mapping[str, Leaf] = field(hash=False)
@@ -136,6 +137,7 @@ class Layout:
     told: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
     joined: tuple[tuple[str, ...], ...] = ()
     numbers: tuple[int, ...] = ()
+    also: tuple[Mapping[str, Leaf], ...] = field(default=(), hash=False)
 
     def in_each_layer(self, **leaves: Leaf) -> Layout:
         """Returns the layout with these leaves, by name, in layers of every kind too."""

@@ -5,13 +5,22 @@ minimax_m3_vl.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, LAYER, QK_NORMED, Layout, Leaf, leaf, read_decoder
-from jaxkv.models.families.experts import listed_dense, read_mixtral, read_router
+from jaxkv.models.families.base import (
+    FULL,
+    LAYER,
+    QK_NORMED,
+    Layout,
+    Leaf,
+    Names,
+    leaf,
+    read_decoder,
+)
+from jaxkv.models.families.experts import Experts, listed_dense, read_mixtral, read_router
 from jaxkv.models.families.gpt_oss import refuse_other_gates
 from jaxkv.models.families.hybrid import with_leaves
 from jaxkv.models.spec import AttentionSpec, BlockIndexSpec, ModelSpec
@@ -34,11 +43,31 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config = _flat(config)
     num_layers = config.num_layers
     kinds = config.kinds("layer_types", num_layers, (FULL, SPARSE), [FULL] * num_layers)
-    experts = replace(
+    published = replace(
         read_mixtral(config, bias="block_sparse_moe.e_score_correction_bias"),
         shared="block_sparse_moe.shared_experts.",
         shared_width=config.size("shared_intermediate_size"),
     )
+    spec, layout = _read(config, kinds, QK_NORMED, published, "self_attn.index_")
+    alone = replace(
+        published,
+        router="mlp.gate",
+        bias="mlp.gate.e_score_correction_bias",
+        fused=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        shared="mlp.shared_experts.",
+        shared_fused=("gate_up_proj.weight", "down_proj.weight"),
+    )
+    names = replace(QK_NORMED, gate_up="mlp.gate_up_proj")
+    _, other = _read(config, kinds, names, alone, "self_attn.indexer.")
+    return spec, replace(layout, also=other.layers)
+
+
+def _read(
+    config: ConfigReader, kinds: Sequence[str], names: Names, experts: Experts, prefix: str
+) -> tuple[ModelSpec, Layout]:
+    """Reads the model with its tensors called so, those of what chooses keys behind a prefix.
+    transformers has other names for the text part alone, and writes them.
+    """
     router = read_router(
         config,
         experts.count,
@@ -50,7 +79,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     index = _index(config)
     spec, layout = read_decoder(
         config.replaced(intermediate_size=config.size("dense_intermediate_size")),
-        names=QK_NORMED,
+        names=names,
         partly=True,
         norm="rms_one",
         attention=AttentionSpec(index=index if SPARSE in kinds else None),
@@ -68,7 +97,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         raise config.fail("index_n_heads", f"{group.num_kv_heads}, one for each KV head")
     if index.head_dim < spec.rope.dim:
         raise config.fail("index_head_dim", f"at least the {spec.rope.dim} that are rotated")
-    own = _index_leaves(group.num_kv_heads, index.head_dim, spec.hidden_size)
+    own = _index_leaves(LAYER + prefix, group.num_kv_heads, index.head_dim, spec.hidden_size)
     sparse = [layer for layer, kind in enumerate(kinds) if kind == SPARSE]
     found = with_leaves((spec, layout), sparse, lambda leaves: {**leaves, **own})
     spec, layout = found
@@ -107,9 +136,8 @@ def _index(config: ConfigReader) -> BlockIndexSpec:
     )
 
 
-def _index_leaves(num_kv_heads: int, head_dim: int, hidden: int) -> Mapping[str, Leaf]:
+def _index_leaves(prefix: str, num_kv_heads: int, head_dim: int, hidden: int) -> Mapping[str, Leaf]:
     """Describes the arrays of index heads."""
-    prefix = f"{LAYER}self_attn.index_"
 
     def norm(name: str) -> Leaf:
         return leaf(f"{prefix}{name}_norm.weight", (head_dim,), (None,))
