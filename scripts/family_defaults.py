@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from jaxkv.models.families import DEFAULTS, FAMILIES, RENAMED
 
 LEFT_OUT = re.compile(
-    r"_.*|.*(_dropout|_pdrop|_token_id|_dropout_prob)|summary_.*|output_.*|is_.*|return_dict|"
+    r"_.*|.*(_dropout|_pdrop|_token_id|_dropout_prob)|summary_.*|output_(?!multiplier).*|is_.*|return_dict|"
     r"architectures|chunk_size_feed_forward|dtype|initializer_range|layer_types|model_type|"
     r"no_rope_layers|pretraining_tp|problem_type|rope_parameters|transformers_version|use_cache"
 )

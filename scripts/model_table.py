@@ -69,9 +69,6 @@ NOT_READ = {
     "other recurrences": "xlstm",
     "biases of scores that tokens compute": "doge, inkling, inkling2",
     "keys of an encoder": "bart and others",
-    "norms that differ in eps or in how weights are stored, gates of what joins": (
-        "muse_glimmer, muse_spark"
-    ),
 }
 """What transformers 5.24 has decoders of that are not read, by what they need that is not built."""
 

@@ -59,6 +59,10 @@ GEMMA4 = {
     "tie_word_embeddings": True,
 }
 
+# With the factor that they have by default float32 and float64 of Muse Spark are 1e-4 of the logits'
+# deviation apart in transformers itself.
+MUSE = {"num_hidden_layers": 4, "sliding_window": 8, "post_norm_eps": 0.1, "qk_scale_factor": 1.5}
+
 # With 8 inputs of a layer's own the gates of some token are all so small that transformers' float32
 # is 6e-5 of the logits' deviation away from its float64.
 GEMMA3N = {
@@ -572,6 +576,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "molmo2_text-olmo": HEAD
     | {"additional_vocab_size": 151, "qk_norm_type": "olmo", "norm_after": True}
     | {"rope_scaling_layers": [1], "rope_parameters": YARN},
+    "muse_glimmer_text": HEAD | MUSE,
+    "muse_spark_text": HEAD
+    | MUSE
+    | {"mlp_layer_types": ["dense"] + ["sparse"] * 3, "moe_hidden_size": 32}
+    | {"moe_intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+    | {"residual_gate_temperature": 0.05},
     "mllama_text_model": {"num_hidden_layers": 5, "cross_attention_layers": [1, 3]},
     "minimax_m3_vl_text": HEAD
     | {"intermediate_size": 32, "dense_intermediate_size": 80, "shared_intermediate_size": 24}
@@ -622,6 +632,8 @@ PARTS = (
     "mllama_text_model",
     "molmo2_text",
     "molmo2_text-olmo",
+    "muse_glimmer_text",
+    "muse_spark_text",
     "paddleocr_vl_text",
     "ernie4_5_vl_moe_text",
     "qwen2_vl_text",
@@ -649,6 +661,11 @@ MOLMO_VISION = SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "image_size": 
 MOLMO_ADAPTER = {"hidden_size": 16, "num_attention_heads": 2, "head_dim": 8}
 MOLMO_ADAPTER |= {"num_key_value_heads": 2, "intermediate_size": 16, "text_hidden_size": 48}
 MOLMO_ADAPTER |= {"vision_feature_layer": [0]}
+
+MUSE_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+MUSE_VISION |= {"num_attention_heads": 2, "pos_emb_height": 2, "pos_emb_width": 2}
+MUSE_AUDIO = {"patch_sizes": [4, 4], "hidden_sizes": [8, 8], "depths": [1, 1]}
+MUSE_AUDIO |= {"num_hidden_layers": 2, "out_hidden_size": 48}
 
 GRANITE_SPEECH = {
     "encoder_config": {"input_dim": 8, "hidden_dim": 16, "num_layers": 1, "num_heads": 2},
@@ -796,6 +813,12 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "hy_v4_vl": ("hy_v4_vl_text", SIGLIP | {"max_image_size": 16, "out_hidden_size": 48}, {}),
     "molmo2": ("molmo2_text", MOLMO_VISION, {"adapter_config": MOLMO_ADAPTER}),
     "molmo2-olmo": ("molmo2_text-olmo", MOLMO_VISION, {"adapter_config": MOLMO_ADAPTER}),
+    "muse_glimmer": ("muse_glimmer_text", MUSE_VISION, {"projector_hidden_size": 16}),
+    "muse_spark": (
+        "muse_spark_text",
+        MUSE_VISION,
+        {"projector_hidden_size": 16, "audio_config": MUSE_AUDIO},
+    ),
     "musicflamingo": (
         "qwen2",
         {},

@@ -34,7 +34,7 @@ from jaxkv.models.ngrams import with_ngrams
 from jaxkv.models.paged import Held, PagedAttention
 from jaxkv.models.recurrent import Compressor, Convolved, Mixer, Ngrams
 from jaxkv.models.rope import Ropes, rope_frequencies
-from jaxkv.models.spec import BlockIndexSpec, ModelSpec, QueryTemperature
+from jaxkv.models.spec import BlockIndexSpec, ModelSpec, OwnNorm, QueryTemperature
 from jaxkv.ops.adapters import TokenAdapters
 from jaxkv.ops.attention import AnyIndex, Batch, BlockIndex, Index, LatentMaps, PoolKeys
 from jaxkv.ops.attention.index import Choice
@@ -69,6 +69,9 @@ something else.
 """
 
 GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
+
+LEAST_KEPT = 1e-3
+"""What counts of the stream at least where gates weigh it, squared."""
 
 Carry = tuple[jax.Array, Held]
 """The stream [T, D], or several (`models.altup`), and what layers change, from layer to layer."""
@@ -168,7 +171,7 @@ class Layers:
                 h_TD = normed(x_TD, w, "mlp_norm", spec) if own else h_TD
                 x_TD = x_TD + mixed_TD
             else:
-                x_TD = x_TD + mixed_TD
+                x_TD = _joined(x_TD, mixed_TD, w, "attn_join", spec)
                 if "laurel_down" in w:
                     x_TD = (x_TD + _laurel(h_TD, w, spec)) * 2**-0.5
                 x_TD = normed(x_TD, w, "joined_attn_norm", spec)
@@ -180,7 +183,8 @@ class Layers:
             if stream is not None:
                 x_TD, out_TD = _weighed(h_TD, out_TD, stream.mlp)
             x_TD, out_TD = moved(x_TD, w, "mlp_stream"), moved(out_TD, w, "mlp_out")
-            x_TD = normed(x_TD + out_TD, w, "joined_mlp_norm", spec)
+            x_TD = _joined(x_TD, out_TD, w, "mlp_join", spec)
+            x_TD = normed(x_TD, w, "joined_mlp_norm", spec)
             return (
                 self._shortcut(x_TD, h_TD, w, held, number) if spec.has_shortcut else (x_TD, held)
             )
@@ -296,7 +300,8 @@ class Layers:
             if "o_groups" in w:
                 num_groups = spec.attention.output_groups
                 value_dim = num_groups * w["o_groups"].num_columns // spec.num_heads
-            out_TF = out_TNH[..., :value_dim].reshape(q.shape[0], -1)
+            out_TNH = normed(out_TNH[..., :value_dim], w, "attn_out_norm", spec)
+            out_TF = out_TNH.reshape(q.shape[0], -1)
             if "attn_gate" in w:
                 gate_TF = linear(gate_TX, w["attn_gate"], w.get("attn_gate_bias"))
                 if "attn_gate_root" in w:
@@ -447,6 +452,21 @@ class Layers:
         seen_TX, view_TX = routing.views(h_TD, w, held.view_TX, self._spec)
         return {**w, SEEN: seen_TX}, held._replace(view_TX=view_TX)
 
+    def _norm_of_experts(self, w: Weights) -> Callable[[jax.Array], jax.Array] | None:
+        """Returns the norm of what each expert gives, None where there is none. It is of what all
+        devices give together, and the first one's counts where they are added up again.
+        """
+        if "routed_out_norm" not in w:
+            return None
+
+        def norm(y_TKD: jax.Array) -> jax.Array:
+            y_TKD = normed(add_up(y_TKD, None, self._axis), w, "routed_out_norm", self._spec)
+            if self._axis is None:
+                return y_TKD
+            return jnp.where(jax.lax.axis_index(self._axis) == 0, y_TKD, 0)
+
+        return norm
+
     def _shortcut(
         self, x_TD: jax.Array, h_TD: jax.Array, w: Weights, held: Held, number: jax.Array
     ) -> Carry:
@@ -491,6 +511,7 @@ class Layers:
         # Experts of a size of their own. What they give is added up over devices behind the layer
         # that widens it, which has no bias.
         routed_TX = linear(x_TD, w["latent_in"]) if "latent_in" in w else x_TD
+        routed_TX = normed(routed_TX, w, "latent_norm", spec)
         y_TD = run_experts(
             routed_TX,
             expert_TK,
@@ -498,6 +519,7 @@ class Layers:
             run,
             num_experts=num_experts,
             on_input=router.on_input,
+            norm=self._norm_of_experts(w),
         )
         y_TD = linear(y_TD, w["latent_out"]) if "latent_out" in w else y_TD
         if "shared_up" in w:
@@ -533,6 +555,21 @@ def _towards(out_TD: jax.Array, h_TD: jax.Array, w: Weights, name: str) -> jax.A
     return jnp.abs(w[name].astype(jnp.float32))[None] * (out_TD - h_TD)
 
 
+def _joined(
+    x_TD: jax.Array, out_TD: jax.Array, w: Weights, name: str, spec: ModelSpec
+) -> jax.Array:
+    """Adds to the stream what a block gives. Where a layer has gates of that, they weigh it and the
+    stream, so that a sum of parts that are independent stays as large. Source: Muse Spark, as
+    transformers has it.
+    """
+    if name not in w:
+        return x_TD + out_TD
+    gate_D = values(w[name]).astype(jnp.float32) / spec.scales.join_temperature
+    part_D = jax.nn.sigmoid(gate_D)
+    kept_D = jnp.sqrt(jnp.maximum(jax.nn.sigmoid(-gate_D) * (1 + part_D), LEAST_KEPT))
+    return kept_D[None] * x_TD + part_D[None] * out_TD
+
+
 def scaled(x: jax.Array, factor: float) -> jax.Array:
     """Multiplies by a factor that is mostly 1."""
     return x if factor == 1.0 else x * factor
@@ -552,16 +589,19 @@ def normed(
     """Applies the norm of that name over the last axis; the same x where the model has none. What
     the norm gives is gated by a map of low rank of it where the weights have one (A.X-K2).
     """
+    own = dict(spec.scales.norms).get(name, OwnNorm())
     if name in w:
         scale = values(w[name]).astype(jnp.float32)
-        scale = scale + 1 if spec.norm.endswith("_one") else scale
+        scale = scale + 1 if spec.norm.endswith("_one") and not own.is_plain else scale
         bias = values(w[f"{name}_bias"]) if f"{name}_bias" in w else None
     elif name in spec.unit_norms:
         scale, bias = jnp.ones(x.shape[-1], jnp.float32), None
     else:
         return x
-    last_eps = spec.scales.last_eps if name == "norm" else None
-    eps = spec.norm_eps if last_eps is None else last_eps
+    if own.weighs_first:
+        x = x * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))
+        scale = jnp.ones_like(scale)
+    eps = spec.norm_eps if own.eps is None else own.eps
     if spec.norm == "length":
         width = x.shape[-1] * (1 if axis is None else jax.lax.axis_size(axis))
         scale, eps = scale * width**-0.5, eps / width

@@ -207,6 +207,20 @@ class GateLimits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OwnNorm:
+    """Says in what a norm is unlike the model's others.
+
+    eps: in the place of `ModelSpec.norm_eps`, None for that. is_plain: its weights are stored as
+    they are, though those of others are less one. weighs_first: weights multiply what comes in,
+    not what the norm gives.
+    """
+
+    eps: float | None = None
+    is_plain: bool = False
+    weighs_first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Scales:
     """Holds factors on embeddings, on values, on an MLP's gate and on its output, on what joins the
     stream, and on logits, which `logit_cap` then bounds as `AttentionSpec.cap` bounds scores.
@@ -215,9 +229,9 @@ class Scales:
     where it goes on from behind norms. positions: what joins embeddings. gate_cutoffs: for each
     kind of layers how many standard deviations above their mean a token's gates count from, None
     for all; () if all layers have None. Source: Spark Transformer, arXiv 2506.06644, section 3.
-    limits: of gates. hyper: of several streams. last_eps: in the place of `ModelSpec.norm_eps`, of
-    the norm behind the last layer; None where that is as in the layers. passes: what comes into
-    layers that run more than once.
+    limits: of gates. hyper: of several streams. norms: by name, those that are unlike the others.
+    join_temperature: divides what gates of what joins the stream are made of. passes: what comes
+    into layers that run more than once.
     """
 
     embed: float = 1.0
@@ -233,7 +247,8 @@ class Scales:
     positions: Sinusoid | None = None
     limits: GateLimits = GateLimits()
     hyper: HyperSpec | None = None
-    last_eps: float | None = None
+    norms: tuple[tuple[str, OwnNorm], ...] = ()
+    join_temperature: float = 1.0
     passes: tuple[Pass, ...] = ()
 
 

@@ -144,14 +144,16 @@ def run_experts(
     *,
     num_experts: int,
     on_input: bool = False,
+    norm: Callable[[Array], Array] | None = None,
 ) -> Array:
     """Adds up what each token's experts make of it, [T, D] float32, as `each_expert` gives it.
-    on_input: as in `Router`.
+    on_input: as in `Router`. norm: of what each expert gives, before it is weighed.
     """
     if on_input:
         y_TKD = each_expert(x_TD, expert_TK, run, num_experts=num_experts, weight_TK=weight_TK)
     else:
         y_TKD = each_expert(x_TD, expert_TK, run, num_experts=num_experts)
+        y_TKD = y_TKD if norm is None else norm(y_TKD)
         y_TKD = rounded(y_TKD * weight_TK[..., None])
     return total_over(y_TKD, 1)
 

@@ -69,6 +69,7 @@ QUICK = {
     "mllama",  # layers that are left out, embeddings behind the vocabulary's
     "minimax",  # a stream that goes on from behind norms, decays by layer
     "ministral3",  # queries that grow
+    "muse_spark",  # norms unlike the others, and of each expert's result, gates of what joins
     "modernbert_decoder",  # a block before the head
     "nanochat",  # norms without weights, the other way round
     "nemotron",  # LayerNorms less one, no gate

@@ -97,6 +97,8 @@ TEXT_OF = {
     "mistral_large4": "mistral_large4_text",
     "mllama": "mllama_text_model",
     "molmo2": "molmo2_text",
+    "muse_glimmer": "muse_glimmer_text",
+    "muse_spark": "muse_spark_text",
     "musicflamingo": "qwen2",
     "nemotron_h_omni": "nemotron_h",
     "ovis2": "qwen2",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families import gpt2
 from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
-from jaxkv.models.spec import ModelSpec, Scales, Sinusoid
+from jaxkv.models.spec import ModelSpec, OwnNorm, Scales, Sinusoid
 
 KEYS = gpt2.KEYS | {"intermediate_size": "dff"}
 NAMES = Names(
@@ -27,7 +27,7 @@ EPS = 1e-6
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    last_eps = config.number("layer_norm_epsilon", EPS)
+    last = OwnNorm(eps=config.number("layer_norm_epsilon", EPS))
     hidden = config.size("n_embd")
     if hidden % 2:
         raise config.fail("n_embd", "an even number")
@@ -39,5 +39,5 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         eps="layer_norm_epsilon",
         activation="activation",
         norm="layer",
-        scales=Scales(embed=hidden**0.5, positions=Sinusoid(), last_eps=last_eps),
+        scales=Scales(embed=hidden**0.5, positions=Sinusoid(), norms=(("norm", last),)),
     )

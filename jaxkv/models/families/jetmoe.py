@@ -11,7 +11,7 @@ from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import LAYER, Layout, Leaf, Part, leaf, read_decoder
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
 from jaxkv.models.families.hybrid import rows_of
-from jaxkv.models.spec import ModelSpec, Scales
+from jaxkv.models.spec import ModelSpec, OwnNorm, Scales
 
 ATTENTION = f"{LAYER}self_attention."
 EPS = 1e-6
@@ -39,7 +39,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         activation="activation_function",
         experts=experts.leaves,
         router=router,
-        scales=Scales(last_eps=config.number("rms_norm_eps", EPS)),
+        scales=Scales(norms=(("norm", OwnNorm(eps=config.number("rms_norm_eps", EPS))),)),
     )
     own = {name: one for name, one in layout.layers[0].items() if name not in ("q", "k", "v", "o")}
     own |= _attention_leaves(spec.hidden_size, kv_heads * spec.head_dim, count)
