@@ -65,7 +65,7 @@ def test_published_files_of_dory_count_attention_and_the_mlp_as_two(torch, tmp_p
     save_file({published(name): x for name, x in tensors.items()}, other / "model.safetensors")
     shutil.copy(tmp_path / "1" / "config.json", other)
     spec, layout = read_family(read_config(other))
-    one, two = (load_weights(tmp_path / name, spec, layout, dtype="float32") for name in "12")
+    one, two = (load_weights(tmp_path / name, spec, layout, Kept(dtype="float32")) for name in "12")
     jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
