@@ -103,7 +103,7 @@ def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
     import jax.numpy as jnp
 
     from jaxkv.kv.state import PageTables, Store
-    from jaxkv.ops.attention import Batch, Place
+    from jaxkv.ops.attention import Batch, Place, Terms
 
     count = 1 if case.kernel == "decode" else CHUNK
     heads, layout = placed(case, backend)
@@ -125,11 +125,11 @@ def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
             decode_only=decodes,
         )
         prepared = backend.prepare(store, before, batch, heads)
-        options: Any = {"scale": heads.head_dim**-0.5, "out_dtype": q_TNH.dtype}
+        terms = Terms(heads.head_dim**-0.5, q_TNH.dtype)
 
         def layer(_: Any, carried: tuple[Any, ...]) -> tuple[Any, ...]:
             at = Place(store.with_arrays(*carried[1:]), 0, stepped)
-            out, after, _ = backend.attend(carried[0], k_TKH, v_TKH, at, batch, prepared, **options)
+            out, after, _ = backend.attend(carried[0], k_TKH, v_TKH, at, batch, prepared, terms)
             return out.astype(q_TNH.dtype), after.pages, after.scales
 
         return jax.lax.fori_loop(0, repeats, layer, (q_TNH, pages, scales))

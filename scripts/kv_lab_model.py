@@ -21,7 +21,7 @@ from jaxkv.models.decoder import forward, logits
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import BACKENDS, Attended, Batch, Heads, Place
+from jaxkv.ops.attention import BACKENDS, Attended, Batch, Heads, Place, Terms
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.load import Kept, load_weights
 
@@ -120,9 +120,9 @@ class Stored(Unpaged):
         k_TKH: Any,
         v_TKH: Any,
         at: Place,
-        *_: Any,
-        scale: float,
-        **__: Any,
+        batch: Batch,
+        prepared: Any,
+        terms: Terms,
     ) -> Attended:
         num_tokens, kv_heads = k_TKH.shape[:2]
         position = jnp.arange(num_tokens)
@@ -141,7 +141,7 @@ class Stored(Unpaged):
             of_keys = [
                 jnp.einsum("tkgh,skh->kgts", q_TKGH, x, precision="highest") for x in pairs[0]
             ]
-            s = jnp.where(is_exact, of_keys[1], of_keys[0]) * scale
+            s = jnp.where(is_exact, of_keys[1], of_keys[0]) * terms.scale
             p = jax.nn.softmax(jnp.where(distance >= 0, s, -jnp.inf), axis=-1)
             parts = (jnp.where(is_exact, 0, p), jnp.where(is_exact, p, 0))
             outs = [

@@ -39,7 +39,7 @@ from tokenizers import Tokenizer
 from jaxkv.build.model import DEMO
 from jaxkv.models.decoder import logits
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import Attended, Place
+from jaxkv.ops.attention import Attended, Batch, Place, Terms
 
 CUT = 3 * WINDOW // 4
 RECENT = 128
@@ -70,15 +70,15 @@ class Forgetting(Unpaged):
         k_TKH: Any,
         v_TKH: Any,
         at: Place,
-        *_: Any,
-        scale: float,
-        **__: Any,
+        batch: Batch,
+        prepared: Any,
+        terms: Terms,
     ) -> Attended:
         num_tokens, kv_heads = k_TKH.shape[:2]
         position = jnp.arange(num_tokens)
         causal = position[:, None] >= position[None, :]
         q_TKGH = q_TNH.reshape(num_tokens, kv_heads, -1, q_TNH.shape[2])
-        s = jnp.einsum("tkgh,skh->kgts", q_TKGH, k_TKH, precision="highest") * scale
+        s = jnp.einsum("tkgh,skh->kgts", q_TKGH, k_TKH, precision="highest") * terms.scale
         p = jax.nn.softmax(jnp.where(causal, s, -jnp.inf), axis=-1)
         entropy = -jnp.sum(jnp.where(p > 0, p * jnp.log(jnp.maximum(p, 1e-30)), 0), axis=-1)
         is_before = (position > 0) & (position < self.cut)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxkv.kv.state import PagedKV, PageTables, Statistics, Store
 from jaxkv.models import latent
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import AnyIndex, Attention, Batch, Heads, LatentMaps, Place
+from jaxkv.ops.attention import AnyIndex, Attention, Batch, Heads, LatentMaps, Place, Terms
 
 EVERYTHING = 2**30
 """The window of layers that see all tokens, and the chunk of those that cut nothing, where others
@@ -106,10 +106,12 @@ class PagedAttention:
     ) -> Result:
         """Attends the queries of layer `number` (int32) of the model, which is in one of `groups`.
 
-        kv: keys and values [T, K, H], or None; maps, index: as `Attention.attend` takes them.
+        kv: keys and values [T, K, H], or None; the others as in `Terms`.
         Returns (out [T, N, H] of the values' H, what is held after it).
         """
-        attend = partial(self._attend, sinks_N=sinks_N, maps=maps, index=index, out_dtype=out_dtype)
+        attend = partial(
+            self._attend, Terms(self.scale, out_dtype, self._cap, sinks_N, maps, index)
+        )
         if not self._has_places:
             return attend(0, self._of_groups[0], held, number, q_TNH, *kv)
         group, layer = jnp.asarray(self._places_L2)[number]
@@ -129,16 +131,13 @@ class PagedAttention:
 
     def _attend(
         self,
+        terms: Terms,
         s: int,
         own: tuple[PageTables, Any],
         held: Held,
         layer: jax.Array,
         q_TNH: jax.Array,
         *kv: jax.Array | None,
-        sinks_N: jax.Array | None,
-        maps: LatentMaps | None,
-        index: AnyIndex | None,
-        out_dtype: np.dtype,
     ) -> Result:
         """Attends in layer `layer` of a KV group, whose pages are in store s, with the tables of
         that group and what is prepared for it.
@@ -148,21 +147,16 @@ class PagedAttention:
         size = place.store.layout.head_dim
         k_TKH, v_TKH = (None if x is None else _padded(x, size) for x in kv)
         found = self._attention.attend(
-            q_TNH if maps is not None else _padded(q_TNH, size),
+            q_TNH if terms.maps is not None else _padded(q_TNH, size),
             k_TKH,
             v_TKH,
             place,
             self._batch,
             prepared,
-            scale=self.scale,
-            cap=self._cap,
-            sinks_N=sinks_N,
-            maps=maps,
-            index=index,
-            out_dtype=out_dtype,
+            terms,
         )
         stores = (*held.stores[:s], _pools(found.store), *held.stores[s + 1 :])
-        out_TNH = found.out_TNH if maps is not None else found.out_TNH[..., : q_TNH.shape[2]]
+        out_TNH = found.out_TNH if terms.maps is not None else found.out_TNH[..., : q_TNH.shape[2]]
         return out_TNH, held._replace(stores=stores, statistics=found.statistics)
 
 

@@ -16,7 +16,7 @@ from jaxkv.kv.state import PagedKV, PageTables, Store, empty_store
 from jaxkv.models import decoder
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import AnyIndex, Attended, Batch, Heads, LatentMaps, Place
+from jaxkv.ops.attention import Attended, Batch, Heads, Place, Terms
 from jaxkv.ops.attention.base import refuse_chunks, refuse_index, refuse_latents
 from jaxkv.placement import PAGES, Placement, on_every_device
 from jaxkv.weights.tree import Weights
@@ -59,21 +59,15 @@ class Moments:
         at: Place,
         batch: Batch,
         prepared: int | None,
-        *,
-        scale: float,
-        out_dtype: np.dtype,
-        cap: float = 0.0,
-        sinks_N: jax.Array | None = None,
-        maps: LatentMaps | None = None,
-        index: AnyIndex | None = None,
+        terms: Terms,
     ) -> Attended:
-        refuse_latents(maps)
-        refuse_index(index)
-        if cap or sinks_N is not None or k_TKH is None or v_TKH is None:
+        refuse_latents(terms)
+        refuse_index(terms)
+        if terms.cap or terms.sinks_N is not None or k_TKH is None or v_TKH is None:
             raise NotImplementedError("expected scores that may all change alike, and own keys")
         out_TNH = jax.nn.dot_product_attention(
             *(x[None] for x in (q_TNH, k_TKH, v_TKH)),
-            scale=scale,
+            scale=terms.scale,
             is_causal=True,
             local_window_size=None if prepared is None else (prepared - 1, 0),
         )[0]

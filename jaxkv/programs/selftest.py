@@ -20,7 +20,7 @@ import numpy as np
 from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import PageTables, Store
-from jaxkv.ops.attention import Backend, Batch, Heads, Place
+from jaxkv.ops.attention import Backend, Batch, Heads, Place, Terms
 from jaxkv.ops.attention.xla import Xla
 
 LAYER, NUM_LAYERS = 1, 2
@@ -188,6 +188,7 @@ def _attend(
     tables, batch = step.tables, step.batch
     prepared = backend.prepare(store, tables, batch, heads)
     after = replace(tables, len_B=tables.len_B + batch.count_B)
+    sinks_N = jnp.linspace(-1.0, 2.0, heads.num_heads) if heads.has_sinks else None
     out_TNH, store, _ = backend.attend(
         step.q_TNH,
         step.k_TKH,
@@ -195,10 +196,7 @@ def _attend(
         Place(store, LAYER, after),
         batch,
         prepared,
-        scale=heads.head_dim**-0.5,
-        out_dtype=np.dtype(np.float32),
-        cap=heads.cap,
-        sinks_N=jnp.linspace(-1.0, 2.0, heads.num_heads) if heads.has_sinks else None,
+        Terms(heads.head_dim**-0.5, np.dtype(np.float32), heads.cap, sinks_N),
     )
     of_layer = [x.reshape(NUM_LAYERS, -1, *x.shape[1:])[LAYER:] for x in store.arrays]
     k, v = store.layout.unpack(of_layer)

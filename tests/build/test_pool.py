@@ -256,12 +256,12 @@ class Copying(xla.Xla):
     layout.
     """
 
-    def attend(self, q, k, v, at, batch, prepared, *, scale, out_dtype, **_):
+    def attend(self, q, k, v, at, batch, prepared, terms):
         dest_T, window, _ = prepared
         store = write(at.store, k, v, dest_T=dest_T, layer=at.layer)
         pages = jax.lax.optimization_barrier(store.pages[::-1])
         copied = at._replace(store=store.with_arrays(pages[::-1]))
-        out, statistics = xla.read(q, copied, batch, scale=scale, window=window)
+        out, statistics = xla.read(q, copied, batch, scale=terms.scale, window=window)
         return Attended(out, store, statistics)
 
 

@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from cases import contents
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import PagedKV, PageTables, Store, copy_pages, empty_store
-from jaxkv.ops.attention import Batch, Heads, Place
+from jaxkv.ops.attention import Batch, Heads, Place, Terms
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.xla import Xla
 from kernels_pallas import gpu
@@ -221,8 +221,8 @@ def test_the_backend_writes_and_attends_as_xla_does(codec):
         @jax.jit
         def attend(store, batch, *inputs, backend=backend):
             prepared, at = backend.prepare(store, before, batch, heads), Place(store, LAYER, after)
-            options = {"scale": 0.125, "out_dtype": np.dtype(jnp.float32)}
-            return backend.attend(*inputs, at, batch, prepared, **options)
+            terms = Terms(0.125, np.dtype(jnp.float32))
+            return backend.attend(*inputs, at, batch, prepared, terms)
 
         found.append(attend(store, batch, *(arrays[name] for name in ("q_TNH", "k_TKH", "v_TKH"))))
     (want, want_store, _), (out, out_store, _) = found

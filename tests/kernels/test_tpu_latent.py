@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import PageTables, Store, empty_store
-from jaxkv.ops.attention import Backend, Batch, Heads, LatentMaps, Place, pallas_tpu
+from jaxkv.ops.attention import Backend, Batch, Heads, LatentMaps, Place, Terms, pallas_tpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
 from jaxkv.ops.matrices import HeadMatrices
@@ -170,9 +170,9 @@ def test_the_backend_gives_what_xla_gives_over_latent_pages(monkeypatch, name, p
         def step(store: Store) -> jax.Array:
             prepared = backend.prepare(store, tables, batch, heads)
             at = Place(store, 0, replace(tables, len_B=lengths + count_B))
-            options = {"scale": head_dim**-0.5, "out_dtype": np.dtype(np.float32), "maps": maps}
+            terms = Terms(head_dim**-0.5, np.dtype(np.float32), maps=maps)
             k = padded(k_TKH)
-            return backend.attend(q_TNH, k, None, at, batch, prepared, **options).out_TNH
+            return backend.attend(q_TNH, k, None, at, batch, prepared, terms).out_TNH
 
         return np.asarray(step(empty.with_arrays(*packed)))
 

@@ -22,7 +22,7 @@ from jaxkv.kv.layout import (
     ScalesApartLayout,
 )
 from jaxkv.kv.state import PageTables, Store, destinations, empty_store, write
-from jaxkv.ops.attention import Batch, Heads, Place
+from jaxkv.ops.attention import Batch, Heads, Place, Terms
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
@@ -158,8 +158,8 @@ def step_on_tpu(at: Place, k: jax.Array, v: jax.Array, batch: Batch) -> Store:
     prepared = backend.prepare(at.store, tables, batch, heads_of(*k.shape[1:]))
     q = jnp.zeros((len(k), PER_HEAD * k.shape[1], k.shape[2]))
     at = at._replace(tables=replace(tables, len_B=tables.len_B + batch.count_B))
-    options = {"scale": 1.0, "out_dtype": np.dtype(np.float32)}
-    return backend.attend(q, k, v, at, batch, prepared, **options).store
+    terms = Terms(1.0, np.dtype(np.float32))
+    return backend.attend(q, k, v, at, batch, prepared, terms).store
 
 
 def test_what_a_backend_writes_is_read_back_from_the_slots_of_its_tokens(layout, small_tiles):

@@ -36,6 +36,7 @@ from jaxkv.ops.attention import (
     LatentMaps,
     Place,
     PoolKeys,
+    Terms,
     dense,
     expanded,
     sweep,
@@ -246,6 +247,13 @@ def test_values_that_are_the_first_numbers_of_keys_equal_float64(dtype):
         assert_equal(got, want[..., :16], case.batch)
 
 
+@jax.jit
+def at_once(q_TNH, at, batch, prepared, **few):
+    """Latent attention with all scores at once."""
+    terms = Terms(24**-0.5, np.dtype(np.float32), **few)
+    return dense.Dense().attend(q_TNH, None, None, at, batch, prepared, terms).out_TNH
+
+
 LATENT = [("float32", None, "cpu"), ("float32", 300, "gpu"), ("int4", None, "cpu")]
 
 
@@ -266,8 +274,6 @@ def test_chunks_of_latent_attention_equal_float64_absorbed_and_expanded(
     maps = LatentMaps(*(HeadMatrices(x.astype(np.float32), jnp.int32(1)) for x in up))
     shape, forms = Shape(16, window, num_heads, 1, 24, dtype), set[bool]()
     in_parts = jax.jit(partial(xla.read, scale=24**-0.5, window=window))
-    options = {"scale": 24**-0.5, "out_dtype": np.dtype(np.float32)}
-    at_once = jax.jit(partial(dense.Dense().attend, **options))
     for seed in (2, 3):
         case = step_case(seed, shape, num_tokens=240)
         keys = case.store.pages[:, :1]
@@ -286,7 +292,7 @@ def test_chunks_of_latent_attention_equal_float64_absorbed_and_expanded(
         assert got.shape == want.shape
         assert_equal(np.asarray(got), want, case.batch)
         prepared = (jnp.zeros(0, jnp.int32), window, None)
-        got = at_once(q_TNH, None, None, at, case.batch, prepared, maps=maps).out_TNH
+        got = at_once(q_TNH, at, case.batch, prepared, maps=maps)
         assert_equal(np.asarray(got), want, case.batch)
         chunks = case.batch.count_B[int(case.batch.num_decode) : int(case.batch.num_rows)]
         forms |= set((chunks >= 40).tolist())
@@ -309,15 +315,13 @@ def test_chosen_keys_are_those_of_all_scores_at_once(num_chosen):
         weight_TI=jnp.asarray(rng.normal(size=(num_tokens, 16)), jnp.float32),
         num_chosen=num_chosen,
     )
-    q_TNH, options = case.q_TNH[..., :14], {"scale": 24**-0.5}
-    in_parts = jax.jit(partial(xla.read, window=None, **options))
-    dtype, nothing = np.dtype(np.float32), (jnp.zeros(0, jnp.int32), None, None)
-    at_once = jax.jit(partial(dense.Dense().attend, out_dtype=dtype, **options))
+    q_TNH, nothing = case.q_TNH[..., :14], (jnp.zeros(0, jnp.int32), None, None)
+    in_parts = jax.jit(partial(xla.read, window=None, scale=24**-0.5))
     few = {"maps": maps, "index": index}
     got, _ = in_parts(q_TNH, at, case.batch, **few)
-    want = at_once(q_TNH, None, None, at, case.batch, nothing, **few).out_TNH
+    want = at_once(q_TNH, at, case.batch, nothing, **few)
     assert_equal(np.asarray(got), np.asarray(want, np.float64), case.batch)
-    every = at_once(q_TNH, None, None, at, case.batch, nothing, maps=maps).out_TNH
+    every = at_once(q_TNH, at, case.batch, nothing, maps=maps)
     real_T = case.batch.row_T < NUM_ROWS
     assert (num_chosen == 1000) == np.allclose(every[real_T], want[real_T], atol=1e-4)
 

@@ -13,6 +13,7 @@ from jaxkv.ops.attention.base import (
     LatentMaps,
     Needs,
     Place,
+    Terms,
 )
 from jaxkv.ops.attention.index import AnyIndex, BlockIndex, Entries, EntryShape, Index, PoolKeys
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
@@ -95,6 +96,7 @@ __all__ = [
     "Needs",
     "Place",
     "PoolKeys",
+    "Terms",
     "Xla",
     "check_backend",
     "choose_backend",

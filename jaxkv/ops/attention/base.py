@@ -113,6 +113,26 @@ class LatentMaps(NamedTuple):
         return jnp.concatenate([k_NJC, rotated_NJP], axis=-1), v_NJV
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Says how a layer's queries meet keys, and what comes out.
+
+    scale: of the scores. cap: if not 0, they are cap * tanh(score / cap). sinks_N: each head's
+    score of one more key, whose value is 0. index: how the step's tokens choose keys; None where
+    they attend to all.
+    maps: of latent attention, whose queries [T, N, C + P] are as they would meet keys, and out
+    [T, N, V] has each head's values; the backend decides what goes through them, and when.
+    out_dtype: out is float32, or rounded to this already, which is what its caller does with it.
+    """
+
+    scale: float
+    out_dtype: np.dtype
+    cap: float = 0.0
+    sinks_N: jax.Array | None = None
+    maps: LatentMaps | None = None
+    index: AnyIndex | None = None
+
+
 class Attended(NamedTuple):
     """Holds what a layer's attention returns: out [T, N, H], H of the values where keys are wider,
     the store with the step's keys and values, and the statistics with this layer's added.
@@ -143,23 +163,10 @@ class Attention(Protocol):
         at: Place,
         batch: Batch,
         prepared: Any,
-        *,
-        scale: float,
-        out_dtype: np.dtype,
-        cap: float = 0.0,
-        sinks_N: jax.Array | None = None,
-        maps: LatentMaps | None = None,
-        index: AnyIndex | None = None,
+        terms: Terms,
     ) -> Attended:
         """Attends one layer's queries, after storing its keys and values. No values: keys have
         them (`Heads.latent_dim`); no keys: another layer has stored both at the same place.
-
-        maps: of latent attention, whose queries [T, N, C + P] are as they would meet keys, and out
-        [T, N, V] has each head's values; the backend decides what goes through them, and when.
-        index: how the step's tokens choose keys; None where they attend to all.
-        scale: of the scores. cap: if not 0, they are cap * tanh(score / cap). sinks_N: each head's
-        score of one more key, whose value is 0. out is float32, or rounded to `out_dtype` already,
-        which is what its caller does with it.
         """
         ...
 
@@ -216,15 +223,15 @@ class Batch:
         return jnp.asarray(self.row_T) < len(self.start_B)
 
 
-def refuse_latents(maps: LatentMaps | None) -> None:
+def refuse_latents(terms: Terms) -> None:
     """Raises: NotImplementedError for latent attention; for what has no form of it."""
-    if maps is not None:
+    if terms.maps is not None:
         raise NotImplementedError("latent attention: expected keys and values of each head")
 
 
-def refuse_index(index: AnyIndex | None) -> None:
+def refuse_index(terms: Terms) -> None:
     """Raises: NotImplementedError where keys are chosen; for backends that read all."""
-    if index is not None:
+    if terms.index is not None:
         raise NotImplementedError("attention that chooses keys by an index runs on xla")
 
 
@@ -266,6 +273,7 @@ def refused_when_traced(backend: Backend, heads: Heads, needs: Needs) -> str | N
         q_TNH = jnp.zeros((needs.num_rows, heads.num_heads, layout.head_dim))
         k_TKH = jnp.zeros((needs.num_rows, heads.num_kv_heads, layout.head_dim))
         v_TKH = None if heads.latent_dim is not None else k_TKH
+        sinks_N = jnp.zeros(heads.num_heads) if heads.has_sinks else None
         return backend.attend(
             q_TNH,
             None if heads.has_readers else k_TKH,
@@ -273,10 +281,7 @@ def refused_when_traced(backend: Backend, heads: Heads, needs: Needs) -> str | N
             Place(store, 0, tables),
             batch,
             backend.prepare(store, tables, batch, heads),
-            scale=1.0,
-            out_dtype=np.dtype(needs.codec.dtype),
-            cap=heads.cap,
-            sinks_N=jnp.zeros(heads.num_heads) if heads.has_sinks else None,
+            Terms(1.0, np.dtype(needs.codec.dtype), heads.cap, sinks_N),
         ).out_TNH
 
     try:

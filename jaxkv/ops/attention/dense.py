@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv.kv.state import BEHIND, PageTables, Store, write
-from jaxkv.ops.attention.base import Attended, Batch, LatentMaps, Place, refuse_statistics
-from jaxkv.ops.attention.index import AnyIndex, Choice, Entries
+from jaxkv.ops.attention.base import Attended, Batch, Place, Terms, refuse_statistics
+from jaxkv.ops.attention.index import Choice, Entries
 from jaxkv.ops.attention.softmax import MASKED
 from jaxkv.ops.attention.sweep import Scores, Window
 from jaxkv.ops.attention.xla import Xla
@@ -33,16 +32,10 @@ class Dense(Xla):
         at: Place,
         batch: Batch,
         prepared: tuple[jax.Array, Window, Window],
-        *,
-        scale: float,
-        out_dtype: np.dtype,
-        cap: float = 0.0,
-        sinks_N: jax.Array | None = None,
-        maps: LatentMaps | None = None,
-        index: AnyIndex | None = None,
+        terms: Terms,
     ) -> Attended:
         dest_T, window, chunk = prepared
-        store = at.store
+        store, maps, index = at.store, terms.maps, terms.index
         if isinstance(index, Entries):
             raise NotImplementedError("compressed attention runs on xla")
         if k_TKH is not None:
@@ -55,11 +48,11 @@ class Dense(Xla):
             q_TNH,
             at._replace(store=store),
             batch,
-            scale=scale,
+            scale=terms.scale,
             window=window,
             chunk=chunk,
-            cap=cap,
-            sinks_N=sinks_N,
+            cap=terms.cap,
+            sinks_N=terms.sinks_N,
             index=index,
         )
         return Attended(out_TNH if maps is None else maps.values_of(out_TNH), store, None)

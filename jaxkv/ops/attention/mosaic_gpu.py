@@ -18,9 +18,9 @@ from jaxkv.ops.attention.base import (
     Attended,
     Batch,
     Heads,
-    LatentMaps,
     Needs,
     Place,
+    Terms,
     refuse_chunks,
     refuse_index,
     refuse_latents,
@@ -28,7 +28,6 @@ from jaxkv.ops.attention.base import (
     refused_when_traced,
     runs_on_xla,
 )
-from jaxkv.ops.attention.index import AnyIndex
 from kernels_pallas.gpu import (
     QuantisedPages,
     Schedule,
@@ -121,16 +120,10 @@ class MosaicGpu:
         at: Place,
         batch: Batch,
         prepared: tuple[jax.Array, Schedule],
-        *,
-        scale: float,
-        out_dtype: np.dtype,
-        cap: float = 0.0,
-        sinks_N: jax.Array | None = None,
-        maps: LatentMaps | None = None,
-        index: AnyIndex | None = None,
+        terms: Terms,
     ) -> Attended:
-        refuse_latents(maps)
-        refuse_index(index)
+        refuse_latents(terms)
+        refuse_index(terms)
         refuse_statistics(at)
         if k_TKH is None or v_TKH is None:
             raise NotImplementedError("layers that attend to what another has stored run on xla")
@@ -145,13 +138,13 @@ class MosaicGpu:
             schedule,
             layer=at.layer,
             num_pages=store.num_pages,
-            scale=scale,
-            softcap=cap or None,
-            sinks_N=sinks_N,
-            out_dtype=out_dtype if store.scales is None else np.dtype(np.float32),
+            scale=terms.scale,
+            softcap=terms.cap or None,
+            sinks_N=terms.sinks_N,
+            out_dtype=terms.out_dtype if store.scales is None else np.dtype(np.float32),
             interpret=self.interpret,
         )
-        return Attended(store.codec.restore(out_TNH).astype(out_dtype), store, None)
+        return Attended(store.codec.restore(out_TNH).astype(terms.out_dtype), store, None)
 
 
 def num_processors() -> int:

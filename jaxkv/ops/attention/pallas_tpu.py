@@ -19,16 +19,15 @@ from jaxkv.ops.attention.base import (
     Attended,
     Batch,
     Heads,
-    LatentMaps,
     Needs,
     Place,
+    Terms,
     refuse_chunks,
     refuse_index,
     refuse_statistics,
     refused_when_traced,
     runs_on_xla,
 )
-from jaxkv.ops.attention.index import AnyIndex
 from kernels_pallas.tpu import (
     Packed,
     Schedule,
@@ -115,24 +114,18 @@ class PallasTpu:
         at: Place,
         batch: Batch,
         prepared: Schedule,
-        *,
-        scale: float,
-        out_dtype: np.dtype,
-        cap: float = 0.0,
-        sinks_N: jax.Array | None = None,
-        maps: LatentMaps | None = None,
-        index: AnyIndex | None = None,
+        terms: Terms,
     ) -> Attended:
         refuse_statistics(at)
-        refuse_index(index)
+        refuse_index(terms)
         store, layout = at.store, _layout_of(at.store)
         codec, rank = store.codec, layout.latent_dim
-        if maps is not None:  # the kernel has this form alone
-            q_TNH = maps.absorb(q_TNH)
+        if terms.maps is not None:  # the kernel has this form alone
+            q_TNH = terms.maps.absorb(q_TNH)
             q_TNH = jnp.pad(q_TNH, ((0, 0), (0, 0), (0, layout.head_dim - q_TNH.shape[2])))
         quantise = layout.quantise if store.scales is not None else lambda x: x
         pool = store.pages if store.scales is None else Packed(store.pages, store.scales)
-        rounded = out_dtype if store.scales is None else np.dtype(np.float32)
+        rounded = terms.out_dtype if store.scales is None else np.dtype(np.float32)
         if rank is not None and k_TKH is not None:
             out_TNH, pages = ragged_latent_attention(
                 q_TNH,
@@ -142,7 +135,7 @@ class PallasTpu:
                 rank=rank,
                 layer=at.layer,
                 num_pages=store.num_pages,
-                scale=scale,
+                scale=terms.scale,
                 out_dtype=rounded,
                 interpret=self.interpret,
             )
@@ -155,9 +148,9 @@ class PallasTpu:
                 prepared,
                 layer=at.layer,
                 num_pages=store.num_pages,
-                scale=scale,
-                softcap=cap or None,
-                sinks_N=sinks_N,
+                scale=terms.scale,
+                softcap=terms.cap or None,
+                sinks_N=terms.sinks_N,
                 out_dtype=rounded,
                 interpret=self.interpret,
             )
@@ -166,11 +159,11 @@ class PallasTpu:
         if isinstance(pages, Packed):
             store = store.with_arrays(pages.words, pages.scales)
             restored = out_TNH if rank is not None else codec.restore(out_TNH)
-            out_TNH = restored.astype(out_dtype)
+            out_TNH = restored.astype(terms.out_dtype)
         else:
             store = store.with_arrays(pages)
-        if maps is not None:
-            out_TNH = maps.values_of(out_TNH[..., :rank])
+        if terms.maps is not None:
+            out_TNH = terms.maps.values_of(out_TNH[..., :rank])
         return Attended(out_TNH, store, None)
 
 

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import HeadMajorLayout, LaneRowsLayout
@@ -29,9 +28,9 @@ from jaxkv.kv.state import (
     write_entries,
 )
 from jaxkv.ops.attention import expanded, native
-from jaxkv.ops.attention.base import Attended, Batch, Heads, LatentMaps, Needs, Place
+from jaxkv.ops.attention.base import Attended, Batch, Heads, LatentMaps, Needs, Place, Terms
 from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
-from jaxkv.ops.attention.index import AnyIndex, Choice, Entries, EntryShape
+from jaxkv.ops.attention.index import Choice, Entries, EntryShape
 from jaxkv.ops.attention.select import select_pages
 from jaxkv.ops.attention.sweep import BLOCK, Blocking, Scores, Window, attend, rows_of
 from jaxkv.ops.native import is_wide
@@ -122,36 +121,27 @@ class Xla:
         at: Place,
         batch: Batch,
         prepared: tuple[jax.Array, Window, Window],
-        *,
-        scale: float,
-        out_dtype: np.dtype,
-        cap: float = 0.0,
-        sinks_N: jax.Array | None = None,
-        maps: LatentMaps | None = None,
-        index: AnyIndex | None = None,
+        terms: Terms,
     ) -> Attended:
         dest_T, window, chunk = prepared
-        store = at.store
+        store, index = at.store, terms.index
         if k_TKH is not None:
             store = write(store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
         entry: EntryShape | None = None
-        choice: Choice | None = None
         if isinstance(index, Entries):
-            window, entry, choice = index.window, index.shape, index.index
             store = _with_entries(store, index, dest_T, at.layer)
-        else:
-            choice = index
+            window, entry, index = index.window, index.shape, index.index
         out_TNH, statistics = read(
             q_TNH,
             at._replace(store=store),
             batch,
-            scale=scale,
+            scale=terms.scale,
             window=window,
             chunk=chunk,
-            cap=cap,
-            sinks_N=sinks_N,
-            maps=maps,
-            index=choice,
+            cap=terms.cap,
+            sinks_N=terms.sinks_N,
+            maps=terms.maps,
+            index=index,
             entry=entry,
             deterministic=self.deterministic,
         )
@@ -177,9 +167,9 @@ def read(
     over those of `at.store.low`. Returns [T, N, H] float32, as wide as values are, and
     `at.statistics` with this layer's added.
 
-    maps, index: as in `base.Attention.attend`; without maps latent queries and outputs are absorbed
-    ones. entry: of entries, that `index` chooses among then. `deterministic`: on a CPU, a query
-    gets the same bits in a decode row as in a prefill chunk.
+    maps, index: as in `base.Terms`; without maps latent queries and outputs are absorbed ones.
+    entry: of entries, that `index` chooses among then. `deterministic`: on a CPU, a query gets the
+    same bits in a decode row as in a prefill chunk.
     """
     codec, q_TNH = at.store.codec, q_TNH.astype(jnp.float32)
     sinks_KG = None if sinks_N is None else sinks_N.reshape(at.store.num_kv_heads, -1)
