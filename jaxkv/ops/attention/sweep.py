@@ -15,7 +15,7 @@ from jaxkv.kv.codecs.base import decode_elements
 from jaxkv.kv.layout import HeadMajorLayout, once
 from jaxkv.kv.state import BEHIND, PageTables, Store
 from jaxkv.ops.attention.base import Place
-from jaxkv.ops.attention.index import BlockIndex, Choice, EntryShape
+from jaxkv.ops.attention.index import BlockIndex, Change, Choice, EntryShape
 from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
 from jaxkv.ops.layers import soft_cap, total
 
@@ -34,8 +34,9 @@ Window = int | jax.Array | None
 
 
 class Scores(NamedTuple):
-    """Says what becomes of scores: which keys are seen, and cap and sinks as in `Attention`, these
-    by KV head. entry: of entries beside the keys (`index.Entries`), None where there are none.
+    """Says what becomes of scores: which keys are seen, and cap and sinks as in `Terms`, these by
+    KV head. entry: of entries beside the keys (`index.Entries`), None where there are none. choice:
+    of entries, if there are any, or of keys, by the tokens of the queries; None: of all.
     """
 
     window: Window
@@ -43,6 +44,13 @@ class Scores(NamedTuple):
     cap: float
     sinks_KG: jax.Array | None
     entry: EntryShape | None = None
+    choice: Choice | None = None
+
+    def with_tokens(self, change: Change) -> Scores:
+        """Returns it for other tokens, which `change` makes of arrays [T, ..]."""
+        if self.choice is None:
+            return self
+        return self._replace(choice=self.choice.with_tokens(change))
 
     def reach(self, position: jax.Array) -> Window:
         """Returns how many tokens queries at these positions see at most, themselves included: one
@@ -249,24 +257,23 @@ def attend(
     *,
     blocking: Blocking,
     asked: Scores,
-    index: Choice | None = None,
 ) -> tuple[jax.Array, Found | None]:
     """Sweeps over the pages of both pools. Returns [R, K, M, H], and what `at.statistics` wants.
 
-    The M queries of a KV head are of its G heads by turns: query m of head m mod G. index: of the
-    tokens of these queries, those of one row or one of each.
+    The M queries of a KV head are of its G heads by turns: query m of head m mod G. Their tokens
+    are those of one row or one of each.
     """
-    sweep = partial(_sweep_chosen, blocking=blocking, asked=asked, index=index)
+    sweep = partial(_sweep_chosen, blocking=blocking)
     if asked.entry is not None:  # what is chosen are entries
         all_before = jnp.int32(0), bounds[1]
         of_entries, _ = sweep(
             q_RKMH, at, rows, position_RM, all_before, asked=asked._replace(window=None)
         )
-        near = asked._replace(entry=None)
-        softmax, own = sweep(q_RKMH, at, rows, position_RM, bounds, asked=near, index=None)
+        near = asked._replace(entry=None, choice=None)
+        softmax, own = sweep(q_RKMH, at, rows, position_RM, bounds, asked=near)
         softmax = softmax.merged(of_entries)
     else:
-        softmax, own = sweep(q_RKMH, at, rows, position_RM, bounds)
+        softmax, own = sweep(q_RKMH, at, rows, position_RM, bounds, asked=asked)
     low, of_low = at.store.low, None
     if low is not None and rows.low is not None:
         # The store's own codec rotates nothing (`kv.policies`).
@@ -289,10 +296,9 @@ def _sweep_chosen(
     *,
     blocking: Blocking,
     asked: Scores,
-    index: Choice | None,
 ) -> tuple[Softmax, Tally | None]:
-    """Sweeps as `_sweep` does, over what `index` chooses."""
-    chosen = None
+    """Sweeps as `_sweep` does, over what is chosen."""
+    index, chosen = asked.choice, None
     if index is not None:
         score_RTKC = _score(index, at, rows, position_RM, bounds, blocking.num_keys, asked)
         if isinstance(index, BlockIndex) and _reads_chosen(index, score_RTKC, at.store.page_size):

@@ -173,10 +173,8 @@ def read(
     """
     codec, q_TNH = at.store.codec, q_TNH.astype(jnp.float32)
     sinks_KG = None if sinks_N is None else sinks_N.reshape(at.store.num_kv_heads, -1)
-    asked = Scores(window, chunk, cap, sinks_KG, entry)
-    of_rows = partial(
-        _read_rows, at=at, batch=batch, asked=asked, deterministic=deterministic, index=index
-    )
+    asked = Scores(window, chunk, cap, sinks_KG, entry, index)
+    of_rows = partial(_read_rows, at=at, batch=batch, asked=asked, deterministic=deterministic)
 
     def restored(out_TNH: jax.Array) -> jax.Array:
         # A codec may have rotated a key as a whole: only now do its first numbers stand apart.
@@ -239,14 +237,12 @@ def _read_rows(
     deterministic: bool,
     enter: Callable[[jax.Array], jax.Array] = _unchanged,
     leave: Callable[[jax.Array], jax.Array] = _unchanged,
-    index: Choice | None = None,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends decode rows, and the first `count` tokens of each prefill row. `enter` makes of
-    queries what meets the pages, and `leave` of what they have found there what comes out. index:
-    of all tokens.
+    queries what meets the pages, and `leave` of what they have found there what comes out.
     """
     # `deterministic` wants one code for pages of any kind and size.
-    handler = None if index is not None or deterministic else native.handler_for(at)
+    handler = None if asked.choice is not None or deterministic else native.handler_for(at)
     is_all = handler is not None and is_wide()
     by_xla = partial(
         attend_rows,
@@ -254,7 +250,6 @@ def _read_rows(
         deterministic=deterministic,
         enter=enter,
         leave=leave,
-        index=index,
         handler=None if is_all else handler,  # without AVX-512 chunks are faster by XLA
     )
     if handler is None or not is_all:
@@ -275,7 +270,6 @@ def attend_rows(
     deterministic: bool = False,
     enter: Callable[[jax.Array], jax.Array] = _unchanged,
     leave: Callable[[jax.Array], jax.Array] = _unchanged,
-    index: Choice | None = None,
     handler: str | None = None,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends as `_read_rows` does, by XLA, but for decode rows where there is a handler for a CPU.
@@ -284,7 +278,7 @@ def attend_rows(
     count_B = batch.count_B if count_B is None else count_B
     num_rows = at.tables.table_BW.shape[0]
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
-    decode = partial(_decode, asked=asked, index=index)
+    decode = partial(_decode, asked=asked)
     # XLA:CPU is faster at these tiny matmuls in float32, whatever the pages hold.
     on_cpu: Callable[..., tuple[jax.Array, Statistics | None]] = partial(
         decode,
@@ -308,7 +302,7 @@ def attend_rows(
     if batch.decode_only:
         return out_TNH, statistics
     at = at._replace(statistics=statistics)
-    fill = partial(_prefill, enter=enter, leave=leave, asked=asked, index=index)
+    fill = partial(_prefill, enter=enter, leave=leave, asked=asked)
     in_float32 = batch.chunk_len is not None and not deterministic
     return jax.lax.platform_dependent(
         *(q_TNH, out_TNH, count_B, at, batch),
@@ -329,7 +323,6 @@ def _decode(
     min_queries: int,
     blocking: Blocking,
     asked: Scores,
-    index: Choice | None,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends one query per row, `tile_rows` rows side by side, with at least `min_queries` queries
     per KV head.
@@ -365,8 +358,7 @@ def _decode(
             position_R[:, None],
             bounds,
             blocking=blocking,
-            asked=asked,
-            index=None if index is None else index.with_tokens(take),
+            asked=asked.with_tokens(take),
         )
         if statistics is not None and found is not None and tables.since_B is not None:
             counts_R = take(live_B) & (position_R >= take(tables.since_B))
@@ -399,7 +391,6 @@ def _prefill(
     enter: Callable[[jax.Array], jax.Array],
     leave: Callable[[jax.Array], jax.Array],
     asked: Scores,
-    index: Choice | None,
     num_queries: int,
     blocking: Blocking,
 ) -> tuple[jax.Array, Statistics | None]:
@@ -413,8 +404,7 @@ def _prefill(
     # padding keeps, as matmuls on a CPU leave out rows of zeros; or they lie in this extra block.
     q_TNH = jnp.pad(q_TNH, ((0, size), (0, 0), (0, 0)))
     position_T = jnp.pad(batch.position_T, (0, size))
-    if index is not None:
-        index = index.with_tokens(lambda x: jnp.pad(x, ((0, size), *((0, 0),) * (x.ndim - 1))))
+    asked = asked.with_tokens(lambda x: jnp.pad(x, ((0, size), *((0, 0),) * (x.ndim - 1))))
     out_TNH = jnp.pad(out_TNH, ((0, num_tokens + size - out_TNH.shape[0]), (0, 0), (0, 0)))
     rows, tables = rows_of(at.store, at.tables, asked.window), at.tables
 
@@ -444,8 +434,7 @@ def _prefill(
             jnp.repeat(position, per_head)[None, :],
             (low, jnp.minimum(place + size, length)),
             blocking=blocking,
-            asked=asked,
-            index=None if index is None else index.with_tokens(take_tokens),
+            asked=asked.with_tokens(take_tokens),
         )
         if statistics is not None and found is not None and tables.since_B is not None:
             counts_T = is_row_T & (position >= tables.since_B[row])
