@@ -67,7 +67,9 @@ NOT_READ = {
         "inkling2_loop"
     ),
     "other recurrences": "xlstm",
-    "biases of scores that tokens compute": "doge, inkling, inkling2",
+    "biases of scores for each distance that queries compute, short convolutions in four places": (
+        "inkling, inkling2"
+    ),
     "keys of an encoder": "bart and others",
 }
 """What transformers 5.24 has decoders of that are not read, by what they need that is not built."""

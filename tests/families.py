@@ -162,6 +162,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "diffllama-biases": {"num_attention_heads": 4, "num_key_value_heads": 4}
     | HEAD
     | {"attention_bias": True, "rope_parameters": YARN},
+    "doge": {},
+    "doge-biases": {"sliding_window": 8, "attention_bias": True, "mlp_bias": True},
     "dots1": GROUPED | HEAD,
     "ernie4_5": HEAD | {"use_bias": True},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}

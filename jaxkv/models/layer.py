@@ -21,6 +21,7 @@ from jaxkv.models import (
     alibi,
     altup,
     attention_experts,
+    boosts,
     compressed,
     convolved,
     differential,
@@ -171,7 +172,7 @@ class Layers:
                 h_TD = normed(x_TD, w, "mlp_norm", spec) if own else h_TD
                 x_TD = x_TD + mixed_TD
             else:
-                x_TD = _joined(x_TD, mixed_TD, w, "attn_join", spec)
+                x_TD = _joined(x_TD, mixed_TD, w, "attn", spec)
                 if "laurel_down" in w:
                     x_TD = (x_TD + _laurel(h_TD, w, spec)) * 2**-0.5
                 x_TD = normed(x_TD, w, "joined_attn_norm", spec)
@@ -183,7 +184,7 @@ class Layers:
             if stream is not None:
                 x_TD, out_TD = _weighed(h_TD, out_TD, stream.mlp)
             x_TD, out_TD = moved(x_TD, w, "mlp_stream"), moved(out_TD, w, "mlp_out")
-            x_TD = _joined(x_TD, out_TD, w, "mlp_join", spec)
+            x_TD = _joined(x_TD, out_TD, w, "mlp", spec)
             x_TD = normed(x_TD, w, "joined_mlp_norm", spec)
             return (
                 self._shortcut(x_TD, h_TD, w, held, number) if spec.has_shortcut else (x_TD, held)
@@ -558,13 +559,15 @@ def _towards(out_TD: jax.Array, h_TD: jax.Array, w: Weights, name: str) -> jax.A
 def _joined(
     x_TD: jax.Array, out_TD: jax.Array, w: Weights, name: str, spec: ModelSpec
 ) -> jax.Array:
-    """Adds to the stream what a block gives. Where a layer has gates of that, they weigh it and the
-    stream, so that a sum of parts that are independent stays as large. Source: Muse Spark, as
-    transformers has it.
+    """Adds to the stream what a block gives. A layer may weigh the stream (Doge), or have gates
+    that weigh both, so that a sum of parts that are independent stays as large. Source: Muse Spark,
+    as transformers has it.
     """
-    if name not in w:
+    if f"{name}_kept" in w:
+        return x_TD * values(w[f"{name}_kept"]).astype(jnp.float32)[None] + out_TD
+    if f"{name}_join" not in w:
         return x_TD + out_TD
-    gate_D = values(w[name]).astype(jnp.float32) / spec.scales.join_temperature
+    gate_D = values(w[f"{name}_join"]).astype(jnp.float32) / spec.scales.join_temperature
     part_D = jax.nn.sigmoid(gate_D)
     kept_D = jnp.sqrt(jnp.maximum(jax.nn.sigmoid(-gate_D) * (1 + part_D), LEAST_KEPT))
     return kept_D[None] * x_TD + part_D[None] * out_TD
@@ -631,6 +634,7 @@ def _project(
     """
     attention, has_pairs = spec.attention, differential.FIRST[0] in w
     head_dim //= 2 if has_pairs else 1
+    head_dim -= boosts.NUM_DIMS if boosts.BOOST in w else 0
 
     def project(name: str) -> jax.Array:
         # Else XLA splits the weight into heads, not the result, and copies it for that (tpu7x: in
@@ -675,6 +679,8 @@ def _project(
         v = normed(v, {}, "v_norm", spec)
     if has_pairs:
         q, k, v = differential.paired(q, k, v)
+    if boosts.BOOST in w:
+        q, k = boosts.with_boosts(q, k, v, w, head_dim, axis)
     if "k_affine" in w:
         mean_1KH, factor_1KH = jnp.moveaxis(w["k_affine"].reshape(1, -1, 2, k.shape[2]), 2, 0)
         # What is stored of a key must not depend on whether the compiler rounds this product before

@@ -209,6 +209,7 @@ FAMILIES = {
     "recurrent_gemma": {"hidden_size": 64, "num_attention_heads": 4, "lru_width": 64},
     "deepseek_v32": {"kv_lora_rank": 128, "q_lora_rank": 64, "qk_rope_head_dim": 32}
     | {"qk_nope_head_dim": 32, "v_head_dim": 32, "index_head_dim": 64, "hidden_size": 128},
+    "doge": {"head_dim": 16},
     "muse_spark_text": {"head_dim": 16, "moe_intermediate_size": 32, "num_local_experts": 16},
     "minimax_m3_vl_text": {"head_dim": 16, "index_head_dim": 16, "num_local_experts": 16},
 }

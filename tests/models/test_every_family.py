@@ -48,6 +48,7 @@ QUICK = {
     "deepseek_v3",  # latent attention
     "deepseek_v4",  # entries of several tokens, experts by token, outputs by groups of heads
     "diffllama",  # pairs of heads, of which the second is taken off
+    "doge",  # keys that add to scores what they are worth, a stream that is weighed
     "dory",  # vectors of length 1, steps towards what blocks give, layers that run more than once
     "falcon",  # one KV head, fused
     "falcon-new",  # fused by head, two norms

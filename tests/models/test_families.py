@@ -768,6 +768,7 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("molmo2_text", "rope_scaling_layers", ["0"], "a list of whole numbers"),
         ("qwen3_omni_moe_text", "use_sliding_window", True, r"False \(not built\)"),
         ("axk2", "q_lora_rank", None, "a whole number"),
+        ("doge", "is_moe", True, r"False \(not built\)"),
         ("diffllama", "num_key_value_heads", 1, "an even number, as heads are in pairs"),
         ("jetmoe", "num_experts_per_tok", 7, "at most the 6 experts"),
         ("rwkv", "attention_hidden_size", 40, r"48 \(not built\)"),
@@ -1228,3 +1229,10 @@ def test_the_spec_of_a_config_file_is_the_spec_of_its_values(tmp_path):
     for variant in VARIANTS:
         (tmp_path / "config.json").write_text(json.dumps(tiny_config(variant)))
         assert read_family(read_config(tmp_path))[0] == spec_of(variant)
+
+
+@pytest.mark.parametrize(("keep", "max_len"), [(64, 64), (1000, 256)])
+def test_doge_is_read_for_sequences_whose_keys_are_all_attended_to(keep, max_len):
+    """Of longer ones transformers leaves out the keys that are worth the least."""
+    spec, _ = read(families.text_config("doge") | {"keep_window_size": keep})
+    assert spec.max_len == max_len
