@@ -66,7 +66,6 @@ NOT_READ = {
     "attention to what blocks of layers gave, and layers that get messages of their last time": (
         "inkling2_loop"
     ),
-    "other recurrences": "xlstm",
     "biases of scores for each distance that queries compute, short convolutions in four places": (
         "inkling, inkling2"
     ),
@@ -169,7 +168,8 @@ class Case:
             if count and isinstance(one, list) and len(one) == num_layers
         }
         full |= {key: (one * count)[:count] for key, one in listed.items()}
-        full |= {"per_layer_config": {}, "kv_source_layers": None, "n_recurrent_layers": None}
+        full |= {"per_layer_config": {}, "kv_source_layers": None}
+        full |= {"n_recurrent_layers": None, "embedding_dim": None}
         if "indexer_head_dim" in tiny:  # Qwen4-Exp's defaults leave out what must fit other sizes
             full |= {"indexer_head_dim": 128, "ple_embed_dim": None}
         if own.depends_on_context:  # its factors are as many as a tiny head has dimensions

@@ -43,6 +43,7 @@ HEAD = {"head_dim": 8}
 DORY = HEAD | {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1}
 DORY |= {"initializer_range": 0.3, "ngpt_alpha_init": 0.5, "sliding_window": 8}
 DORY |= {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}
+XLSTM = {"hidden_size": 128, "num_heads": 4}  # states in transformers are multiples of 64 wide
 ZAYA = HEAD | {"num_experts": 5, "moe_intermediate_size": 40, "router_hidden_size": 20}
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}
 FALCON = {"num_kv_heads": 2, "ffn_hidden_size": 80}
@@ -329,6 +330,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mamba-biases": {"use_bias": True, "use_conv_bias": False, "conv_kernel": 3},
     "falcon_mamba": {"state_size": 8},
     "mamba2": {"num_heads": 12, "head_dim": 8, "n_groups": 2, "state_size": 16},
+    "xlstm": XLSTM | {"output_logit_soft_cap": 5.0},
     "openai_gpt": GPT2 | {"tie_word_embeddings": True},
     "opt": {"word_embed_proj_dim": 48, "ffn_dim": 80},
     "opt-behind": {"word_embed_proj_dim": 20, "ffn_dim": 80, "do_layer_norm_before": False}

@@ -202,6 +202,7 @@ FAMILIES = {
     "jamba": {"mamba_d_state": 16},
     "zamba": {"mamba_d_state": 16, "mamba_dt_rank": 16},
     "zamba2": {"adapter_rank": 16},
+    "xlstm": {"num_heads": 16},
     "zaya": {"head_dim": 16, "moe_intermediate_size": 48, "router_hidden_size": 16}
     | {"num_experts": 15},
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 16, "num_local_experts": 16},

@@ -51,6 +51,7 @@ CASES = [
     ("minimax", "ngram"),  # lightning attention
     ("kimi_linear", "ngram"),  # the delta rule by channel
     ("recurrent_gemma", "ngram"),  # the RG-LRU
+    ("xlstm", "ngram"),  # the mLSTM
     ("zaya", "ngram"),  # what comes before queries, keys and values
 ]
 

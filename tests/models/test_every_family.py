@@ -83,6 +83,7 @@ QUICK = {
     "rwkv",  # what came before each token, averages of values
     "stablelm-parallel",  # a tensor for each head
     "xglm",  # sines of positions
+    "xlstm",  # exponential gates, what queries find over what they find of keys
     "zamba",  # Mamba by heads
     "zaya",  # queries and keys that see the last tokens, routers that see what others saw
     "zamba2",  # blocks that layers share, whose result only a recurrence sees

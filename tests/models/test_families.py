@@ -291,6 +291,7 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("zamba", {"mamba_dt_rank": "auto", "attention_head_dim": 16}),
         ("zamba2", {"layers_block_type": ["mamba", "hybrid", "hybrid", "mamba", "hybrid"]}),
         ("zamba2-plain", {"use_long_context": True, "num_key_value_heads": None}),
+        ("xlstm", {"num_blocks": 3, "embedding_dim": 128, "gate_soft_cap": None}),
         ("dory", {"layer_types": None, "n_recurrent_layers": 2, "rope_parameters": None}),
         ("dory", {"n_recurrent_loops": None, "ngpt_alpha_init": None}),
         ("hrm_text", {"H_cycles": None, "L_cycles": None}),
@@ -397,6 +398,32 @@ def test_a_config_means_what_transformers_writes_for_it(variant, said):
     config = {key: value for key, value in config.items() if value is not None}
     theirs = AutoConfig.for_model(**deepcopy(config)).to_dict()
     assert read(config) == read(json.loads(json.dumps(theirs)))
+
+
+def test_fused_matrices_of_xlstm_are_those_of_single_ones(tmp_path):
+    """transformers 5.24 fails to make a model of them."""
+    config, fused = families.text_config("xlstm"), tmp_path / "fused"
+    tensors = load_file(make_checkpoint(tmp_path / "single", config) / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        stem = f"backbone.blocks.{layer}."
+        for name, parts in (
+            ("mlstm_layer.qkv_opreact.weight", [f"mlstm_layer.{one}.weight" for one in "qkv"]),
+            ("mlstm_layer.ifgate_preact.weight", ["mlstm_layer.igate_preact.weight"]),
+            ("mlstm_layer.ifgate_preact.bias", ["mlstm_layer.igate_preact.bias"]),
+            ("ffn.proj_up_gate_z.weight", ["ffn.proj_up_gate.weight", "ffn.proj_up.weight"]),
+        ):
+            last = {"q": "ogate", "i": "fgate"}.get(name.split(".")[1][0])
+            if last is not None:
+                parts = [*parts, f"mlstm_layer.{last}_preact.{name.rpartition('.')[2]}"]
+            tensors[stem + name] = np.concatenate([tensors.pop(stem + part) for part in parts])
+    fused.mkdir()
+    save_file(tensors, fused / "model.safetensors")
+    (fused / "config.json").write_text(json.dumps(config | {"weight_mode": "fused"}))
+    one, two = (
+        load_weights(folder, *read_family(read_config(folder)), dtype="float32")
+        for folder in (tmp_path / "single", fused)
+    )
+    jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
 def test_the_4_of_the_first_files_of_llama_4_is_true():
@@ -776,6 +803,11 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("zamba", "n_mamba_heads", 5, "a divisor of the 96 channels"),
         ("zamba", "attention_hidden_size", 48, r"96 \(not built\)"),
         ("zamba", "attention_head_dim", 8, r"16 \(not built\)"),
+        ("xlstm", "use_bias", True, r"False \(not built\)"),
+        ("xlstm", "gate_soft_cap", 40.0, "at most 30.0"),
+        ("xlstm", "qk_dim_factor", 0.51, "a part of hidden_size=128 that 4 heads divide"),
+        ("xlstm", "inference_state_dtype", "bfloat16", r"float32 \(not built\)"),
+        ("xlstm", "embedding_dim", 64, "128, as hidden_size says"),
         ("dory", "recurrent_kv_cache_mode", "last_loop", r"per_loop \(not built\)"),
         ("dory", "n_recurrent_layers", 3, "4 layers with input and output ones"),
         ("dory", "n_recurrent_layers", 0, "a whole number from 1"),

@@ -14,6 +14,8 @@ from jaxkv.ops.recurrent import (
     DecayingAverage,
     Diagonal,
     Gains,
+    Largest,
+    Levels,
     LinearAttention,
     Rows,
     Selected,
@@ -115,6 +117,15 @@ def average_case(rng, count):
     return rule, tokens, average_reference(tokens)
 
 
+def largest_case(rng, count):
+    tokens = Levels(log_decay(rng, count, X), rng.normal(-1, 2, (count, X)), np.ones(count))
+    level, found = np.zeros(X), []
+    for decay, least, _ in zip(*tokens, strict=True):
+        level = np.maximum(level + decay, least)
+        found.append(level)
+    return Largest(), tokens, np.array(found)
+
+
 def linear_case(rng, count, by_channel=False, delta=False):
     tokens = linear_tokens(rng, count, by_channel=by_channel, delta=delta)
     return LinearAttention(by_channel=by_channel), tokens, linear_reference(tokens)
@@ -140,6 +151,7 @@ RULES = {
     "rg_lru": (diagonal_case, (X,)),
     "selective": (selective_case, (X, Y)),
     "decaying average": (average_case, (X, 3)),
+    "largest": (largest_case, (X,)),
     "selective by parts": (lambda *of: selective_case(*of, parts=(2,)), (X, Y)),
 }
 

@@ -248,6 +248,7 @@ def test_a_digest_stands_for_what_is_computed(base, tmp_path):
         "gemma4_text",
         "axk2",
         "zamba2",
+        "xlstm",
         "zaya",
         "dory",
         "hrm_text",

@@ -9,6 +9,7 @@ from jaxkv.models.recurrent.lightning import Lightning
 from jaxkv.models.recurrent.mamba import Mamba
 from jaxkv.models.recurrent.mamba2 import Mamba2
 from jaxkv.models.recurrent.mixer import Mixer, StateArray
+from jaxkv.models.recurrent.mlstm import MLstm
 from jaxkv.models.recurrent.ngrams import Ngrams
 from jaxkv.models.recurrent.rg_lru import RgLru
 from jaxkv.models.recurrent.rwkv import ChannelMix, TimeMix
@@ -20,6 +21,7 @@ __all__ = [
     "Convolved",
     "GatedDelta",
     "Lightning",
+    "MLstm",
     "Mamba",
     "Mamba2",
     "Mixer",

@@ -6,6 +6,7 @@ from jaxkv.ops.recurrent.base import Rule
 from jaxkv.ops.recurrent.conv import short_conv
 from jaxkv.ops.recurrent.diagonal import Diagonal, Gains, Selected, Selective
 from jaxkv.ops.recurrent.drive import run
+from jaxkv.ops.recurrent.largest import Largest, Levels
 from jaxkv.ops.recurrent.linear import LinearAttention, Tokens
 from jaxkv.ops.recurrent.rows import Rows
 from jaxkv.ops.recurrent.weighted import DecayingAverage, Weighted
@@ -14,6 +15,8 @@ __all__ = [
     "DecayingAverage",
     "Diagonal",
     "Gains",
+    "Largest",
+    "Levels",
     "LinearAttention",
     "Rows",
     "Rule",
