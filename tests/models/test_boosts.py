@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,3 +34,25 @@ def test_pages_in_bfloat16_keep_twice_as_many_bits_of_what_a_key_adds():
     np.testing.assert_allclose(got, want, rtol=2**-15)
     np.testing.assert_array_equal(large_q[..., :DIM], q)
     np.testing.assert_array_equal(large_k[..., :DIM], k)
+
+
+def test_devices_that_share_heads_add_what_one_device_adds():
+    rng = np.random.default_rng(1)
+    q, k, v = (
+        rng.normal(size=(TOKENS, count, DIM)).astype(np.float32)
+        for count in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    matrix = rng.normal(0, 0.2, (KV_HEADS, KV_HEADS * DIM)).astype(np.float32)
+    bias, gain = jnp.float32([0.5, -1.0]), jnp.float32([0.3, 0.9])
+
+    def run(q, k, v, matrix, axis):
+        w = {BOOST: Matrix(matrix), f"{BOOST}_bias": bias, GAIN: gain}
+        return with_boosts(q, k, v, w, DIM, axis)
+
+    def parts(x, axis):
+        return jnp.stack(jnp.split(jnp.asarray(x), 2, axis))
+
+    given = [parts(x, 1) for x in (q, k, v, matrix)]
+    on_device = jax.vmap(partial(run, axis="devices"), axis_name="devices")
+    for got, want in zip(on_device(*given), run(q, k, v, jnp.asarray(matrix), None), strict=True):
+        np.testing.assert_allclose(jnp.concatenate(got, axis=1), want, rtol=1e-5, atol=1e-6)
