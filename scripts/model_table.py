@@ -60,9 +60,8 @@ GREEDY = {"temperature": 0.0, "max_tokens": NUM_NEW, "ignore_eos": True, "logpro
 
 
 NOT_READ = {
-    "attention that chooses among keys by an index, in other forms than DeepSeek-V3.2": (
-        "dots3_note"
-    ),
+    "latent attention of other sizes in layers with windows than in those with an index, and norms "
+    "of rotated parts": "dots3_note",
     "attention to what blocks of layers gave, and layers that get messages of their last time": (
         "inkling2_loop"
     ),

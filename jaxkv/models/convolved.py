@@ -86,17 +86,19 @@ def _mixed(seen_TNX: Array, w: Weights, name: str) -> Array:
 def _values(
     x_TD: Array, w: Weights, last: Array, rows: Rows, axis: str | None
 ) -> tuple[Array, Array]:
-    """Computes values, whose second half is that of the token before, and the last ones of rows."""
-    now_TF = linear(x_TD, w["v"])
-    before_TF, last = _before(now_TF, last, rows)
-    size, number_F = now_TF.shape[1], jnp.arange(now_TF.shape[1])
+    """Computes values, whose second half is that of the token before, and the last ones of rows.
+    Devices have whole heads of the result, and so all of what makes it.
+    """
+    now_TF, late_TF = (linear(x_TD, w[name]) for name in ("v", "v_late"))
+    late_TF, last = _before(late_TF, last, rows)
+    v_TF = jnp.concatenate([now_TF, late_TF], axis=1)
+    if "v_bias" in w:
+        bias_F = jnp.concatenate([w["v_bias"], w["v_late_bias"]])
+        v_TF += bias_F.astype(jnp.float32)[None]
     if axis is not None:
-        number_F += size * jax.lax.axis_index(axis)
-        size *= jax.lax.axis_size(axis)
-    is_late_F = number_F >= size // 2
-    v_TF = jnp.where(is_late_F[None], before_TF, now_TF)
-    bias_F = w.get("v_bias")
-    return (v_TF if bias_F is None else v_TF + bias_F.astype(jnp.float32)[None]), last
+        size = v_TF.shape[1] // jax.lax.axis_size(axis)
+        v_TF = jax.lax.dynamic_slice_in_dim(v_TF, jax.lax.axis_index(axis) * size, size, axis=1)
+    return v_TF, last
 
 
 def _before(x_TX: Array, pool: Array, rows: Rows) -> tuple[Array, Array]:

@@ -32,8 +32,6 @@ ATTENTION, ROUTER = f"{LAYER}self_attn.", f"{LAYER}mlp.gate."
 NAMES = Names(
     q="self_attn.qkv_proj.q_proj", k="self_attn.qkv_proj.k_proj", v="self_attn.qkv_proj.v_proj"
 )
-NOW_AND_BEFORE = ((r"\.v_proj_current\.", ".v_proj.0."), (r"\.v_proj_delayed\.", ".v_proj.1."))
-"""What makes values of a token, and of the one before, is one array here."""
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -66,14 +64,10 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     (leaves,) = layout.layers
     size = config.size("router_hidden_size", 256)
-    values = {
-        name: replace(leaves[name], source=_by_number(leaves[name].source), num_sources=2)
-        for name in ("v", "v_bias")
-        if name in leaves
-    }
+    values = _values(keeper.values // 2, hidden, has_bias="v_bias" in leaves)
     leaves = {**leaves, **values, **_convolutions(spec, keeper), **_joins(hidden)}
     leaves |= _router(size, experts.count + 1, hidden)
-    layout = replace(layout, layers=(leaves,), spellings=NOW_AND_BEFORE).with_top(
+    layout = replace(layout, layers=(leaves,)).with_top(
         embed_gain=leaf("model.input_hidden_states_scale", (hidden,), ("model",)),
         embed_shift=leaf("model.input_hidden_states_bias", (hidden,), ("model",)),
     )
@@ -83,8 +77,15 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return with_leaves((spec, layout), later, lambda own: {**own, "router_share": share})
 
 
-def _by_number(source: str) -> str:
-    return source.replace(".v_proj.", ".v_proj.{head}.")
+def _values(size: int, hidden: int, *, has_bias: bool) -> dict[str, Leaf]:
+    """Describes what makes values of a token, and of the one before: each device has all of it."""
+    found = {}
+    for name, source in (("v", "current"), ("v_late", "delayed")):
+        source = f"{ATTENTION}qkv_proj.v_proj_{source}"
+        found[name] = leaf(f"{source}.weight", (size, hidden), (None, "model"))
+        if has_bias:
+            found[f"{name}_bias"] = leaf(f"{source}.bias", (size,), (None,))
+    return found
 
 
 def _rope(config: ConfigReader, kind: str) -> RopeSpec:

@@ -20,9 +20,9 @@ class Convolved:
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """Lists the last values, the last inputs of the first convolution, and those of the second,
-        one array for each token before.
+        """Lists the last values of those half, the last inputs of the first convolution, and those
+        of the second, one array for each token before.
         """
         first, second = self.widths
         inputs = [StateArray((self.channels, size)) for size in (first - 1, *[1] * (second - 1))]
-        return (StateArray((self.values, 1)), *inputs)
+        return (StateArray((self.values // 2, 1), axis=None), *inputs)
