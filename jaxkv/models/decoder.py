@@ -13,10 +13,11 @@ import numpy as np
 
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models import altup, hyper, latent, passes, routing
-from jaxkv.models.layer import Layers, moved, normed, scaled
+from jaxkv.models.layer import Layers
 from jaxkv.models.paged import PagedAttention
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec, RopeSpec, Sinusoid
+from jaxkv.models.stream import moved, normed, scaled
 from jaxkv.ops.attention import BACKENDS, Attention, Batch
 from jaxkv.ops.layers import ACTIVATIONS, linear, soft_cap
 from jaxkv.ops.matrices import Matrix, values

@@ -21,7 +21,6 @@ from jaxkv.models import (
     alibi,
     altup,
     attention_experts,
-    boosts,
     compressed,
     convolved,
     differential,
@@ -33,27 +32,34 @@ from jaxkv.models import (
 from jaxkv.models.compressed import Compression, put
 from jaxkv.models.ngrams import with_ngrams
 from jaxkv.models.paged import Held, PagedAttention
+from jaxkv.models.projections import project, with_index_key
 from jaxkv.models.recurrent import Compressor, Convolved, Mixer, Ngrams
-from jaxkv.models.rope import Ropes, rope_frequencies
-from jaxkv.models.spec import BlockIndexSpec, ModelSpec, OwnNorm, QueryTemperature
+from jaxkv.models.rope import Ropes
+from jaxkv.models.spec import ModelSpec, QueryTemperature
+from jaxkv.models.stream import (
+    joined,
+    laurel,
+    moved,
+    normed,
+    of_layer,
+    scaled,
+    to_others,
+    towards,
+    weighed,
+)
 from jaxkv.ops.adapters import TokenAdapters
-from jaxkv.ops.attention import AnyIndex, Batch, BlockIndex, Index, LatentMaps, PoolKeys
-from jaxkv.ops.attention.index import Choice
+from jaxkv.ops.attention import AnyIndex, Batch, LatentMaps
 from jaxkv.ops.experts import Router, run_experts
 from jaxkv.ops.layers import (
-    ACTIVATIONS,
     add_up,
-    layer_norm,
     linear,
     linear_by_group,
     linear_float32,
     linear_over,
     mlp,
-    rms_norm,
 )
-from jaxkv.ops.matrices import values
 from jaxkv.ops.recurrent import Rows
-from jaxkv.ops.rotation import Rotation, apply_rope
+from jaxkv.ops.rotation import Rotation
 from jaxkv.weights.tree import (
     EXPERT,
     TOKEN_EXPERTS,
@@ -70,9 +76,6 @@ something else.
 """
 
 GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
-
-LEAST_KEPT = 1e-3
-"""What counts of the stream at least where gates weigh it, squared."""
 
 Carry = tuple[jax.Array, Held]
 """The stream [T, D], or several (`models.altup`), and what layers change, from layer to layer."""
@@ -140,10 +143,10 @@ class Layers:
                 predicted_ATD = altup.predict(x, w, spec)
                 x_TD, held = block(predicted_ATD[0], w, held, number)
                 x_ATD = altup.correct(predicted_ATD, x_TD, w, spec)
-                return _to_others(x_ATD, own_TP, w, spec), held
+                return to_others(x_ATD, own_TP, w, spec), held
             x_TD, held = block(x, w, held, number)
             if own_TP is not None:
-                x_TD = x_TD + _of_layer(x_TD, own_TP, w, spec)
+                x_TD = x_TD + of_layer(x_TD, own_TP, w, spec)
             return x_TD * w["scalar"][None] if "scalar" in w else x_TD, held
 
         return run
@@ -162,9 +165,9 @@ class Layers:
             h_TD = normed(x_TD, w, "attn_norm", spec)
             mixed_TD, held = mix(h_TD, w, held, number)
             mixed_TD = scaled(normed(mixed_TD, w, "post_attn_norm", spec), spec.scales.residual)
-            mixed_TD = _towards(mixed_TD, h_TD, w, "attn_rate")
+            mixed_TD = towards(mixed_TD, h_TD, w, "attn_rate")
             if stream is not None:
-                x_TD, mixed_TD = _weighed(h_TD, mixed_TD, stream.mixer[kind])
+                x_TD, mixed_TD = weighed(h_TD, mixed_TD, stream.mixer[kind])
             x_TD, mixed_TD = moved(x_TD, w, "attn_stream"), moved(mixed_TD, w, "attn_out")
             if spec.is_parallel:
                 # Some have one norm for both.
@@ -172,19 +175,19 @@ class Layers:
                 h_TD = normed(x_TD, w, "mlp_norm", spec) if own else h_TD
                 x_TD = x_TD + mixed_TD
             else:
-                x_TD = _joined(x_TD, mixed_TD, w, "attn", spec)
+                x_TD = joined(x_TD, mixed_TD, w, "attn", spec)
                 if "laurel_down" in w:
-                    x_TD = (x_TD + _laurel(h_TD, w, spec)) * 2**-0.5
+                    x_TD = (x_TD + laurel(h_TD, w, spec)) * 2**-0.5
                 x_TD = normed(x_TD, w, "joined_attn_norm", spec)
                 h_TD = normed(x_TD, w, "mlp_norm", spec)
             w, held = self._with_view(h_TD, w, held)
             out_TD = self._feed_forward(x_TD, h_TD, w, cutoff, number)
             out_TD = scaled(normed(out_TD, w, "post_mlp_norm", spec), spec.scales.residual)
-            out_TD = _towards(out_TD, h_TD, w, "mlp_rate")
+            out_TD = towards(out_TD, h_TD, w, "mlp_rate")
             if stream is not None:
-                x_TD, out_TD = _weighed(h_TD, out_TD, stream.mlp)
+                x_TD, out_TD = weighed(h_TD, out_TD, stream.mlp)
             x_TD, out_TD = moved(x_TD, w, "mlp_stream"), moved(out_TD, w, "mlp_out")
-            x_TD = _joined(x_TD, out_TD, w, "mlp", spec)
+            x_TD = joined(x_TD, out_TD, w, "mlp", spec)
             x_TD = normed(x_TD, w, "joined_mlp_norm", spec)
             return (
                 self._shortcut(x_TD, h_TD, w, held, number) if spec.has_shortcut else (x_TD, held)
@@ -271,9 +274,9 @@ class Layers:
                 q, k, v, held = self._convolved(h_TD, w, rope, held, number, layers[0])
                 maps, index = None, None
             else:
-                q, k, v = _project(h_TD, w, rope, spec, head_dim, self._axis)
+                q, k, v = project(h_TD, w, rope, spec, head_dim, self._axis)
                 maps = None
-                k, index = _with_index_key(h_TD, k, w, rope, spec)
+                k, index = with_index_key(h_TD, k, w, rope, spec)
             if slopes_N.size and k is not None:
                 q, k = alibi.with_positions(
                     *(q, k, position_T, slopes_N), scale=self._attend.scale, axis=self._axis
@@ -541,221 +544,6 @@ def _limit(limit_L: tuple[float, ...], number: jax.Array) -> float | jax.Array |
     if len(set(limit_L)) == 1:
         return limit_L[0]
     return jnp.asarray([limit or np.inf for limit in limit_L], jnp.float32)[number]
-
-
-def _weighed(
-    h_TD: jax.Array, out_TD: jax.Array, factors: tuple[float, float]
-) -> tuple[jax.Array, jax.Array]:
-    return scaled(h_TD, factors[0]), scaled(out_TD, factors[1])
-
-
-def _towards(out_TD: jax.Array, h_TD: jax.Array, w: Weights, name: str) -> jax.Array:
-    """Returns a part of the way from a block's input to its output, by a rate for each number."""
-    if name not in w:
-        return out_TD
-    return jnp.abs(w[name].astype(jnp.float32))[None] * (out_TD - h_TD)
-
-
-def _joined(
-    x_TD: jax.Array, out_TD: jax.Array, w: Weights, name: str, spec: ModelSpec
-) -> jax.Array:
-    """Adds to the stream what a block gives. A layer may weigh the stream (Doge), or have gates
-    that weigh both, so that a sum of parts that are independent stays as large. Source: Muse Spark,
-    as transformers has it.
-    """
-    if f"{name}_kept" in w:
-        return x_TD * values(w[f"{name}_kept"]).astype(jnp.float32)[None] + out_TD
-    if f"{name}_join" not in w:
-        return x_TD + out_TD
-    gate_D = values(w[f"{name}_join"]).astype(jnp.float32) / spec.scales.join_temperature
-    part_D = jax.nn.sigmoid(gate_D)
-    kept_D = jnp.sqrt(jnp.maximum(jax.nn.sigmoid(-gate_D) * (1 + part_D), LEAST_KEPT))
-    return kept_D[None] * x_TD + part_D[None] * out_TD
-
-
-def scaled(x: jax.Array, factor: float) -> jax.Array:
-    """Multiplies by a factor that is mostly 1."""
-    return x if factor == 1.0 else x * factor
-
-
-def moved(x: jax.Array, w: Weights, name: str) -> jax.Array:
-    """Adds a vector and multiplies with one where the weights have them."""
-    if f"{name}_gain" not in w:
-        return x
-    shift_D, gain_D = (values(w[f"{name}_{kind}"]) for kind in ("shift", "gain"))
-    return (x + shift_D.astype(jnp.float32)[None]) * gain_D.astype(jnp.float32)[None]
-
-
-def normed(
-    x: jax.Array, w: Weights, name: str, spec: ModelSpec, *, axis: str | None = None
-) -> jax.Array:
-    """Applies the norm of that name over the last axis; the same x where the model has none. What
-    the norm gives is gated by a map of low rank of it where the weights have one (A.X-K2).
-    """
-    own = dict(spec.scales.norms).get(name, OwnNorm())
-    if name in w:
-        scale = values(w[name]).astype(jnp.float32)
-        scale = scale + 1 if spec.norm.endswith("_one") and not own.is_plain else scale
-        bias = values(w[f"{name}_bias"]) if f"{name}_bias" in w else None
-    elif name in spec.unit_norms:
-        scale, bias = jnp.ones(x.shape[-1], jnp.float32), None
-    else:
-        return x
-    if own.weighs_first:
-        x = x * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))
-        scale = jnp.ones_like(scale)
-    eps = spec.norm_eps if own.eps is None else own.eps
-    if spec.norm == "length":
-        width = x.shape[-1] * (1 if axis is None else jax.lax.axis_size(axis))
-        scale, eps = scale * width**-0.5, eps / width
-    if spec.norm.startswith("layer"):
-        y = layer_norm(x, scale, bias, eps=eps)
-    else:
-        y = rms_norm(x, scale, eps=eps, axis=axis)
-    if f"{name}_down" not in w:
-        return y
-    low = jax.nn.silu(linear(y, w[f"{name}_down"]))
-    return y * jax.nn.sigmoid(linear(low, w[f"{name}_up"]))
-
-
-def _project(
-    x_TD: jax.Array,
-    w: Weights,
-    rope: Rotation | None,
-    spec: ModelSpec,
-    head_dim: int,
-    axis: str | None,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Computes rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H or less], which
-    are what keys are made of where the weights have none; without keys and values where they have
-    neither. With qk-norm where the weights have it.
-
-    Keys and queries are suited to being quantised where the weights say how (`programs.fit_keys`).
-    """
-    attention, has_pairs = spec.attention, differential.FIRST[0] in w
-    head_dim //= 2 if has_pairs else 1
-    head_dim -= boosts.NUM_DIMS if boosts.BOOST in w else 0
-
-    def project(name: str) -> jax.Array:
-        # Else XLA splits the weight into heads, not the result, and copies it for that (tpu7x: in
-        # HBM; v6e: into VMEM, docs/benchmarks/tpu_loop.md).
-        return jax.lax.optimization_barrier(linear(x_TD, w[name], w.get(f"{name}_bias")))
-
-    def bounded(y: jax.Array) -> jax.Array:
-        return jnp.clip(y, -attention.clip, attention.clip) if attention.clip else y
-
-    def heads(y: jax.Array, name: str) -> jax.Array:
-        if attention.qk_norm == "whole":
-            y = normed(y, w, f"{name}_norm", spec, axis=axis)
-        return bounded(y).reshape(y.shape[0], -1, head_dim)
-
-    def by_head(x: jax.Array, name: str) -> jax.Array:
-        if attention.qk_norm == "whole":
-            return x
-        own = w
-        if attention.qk_norm == "heads" and name in w:
-            own = {name: w[name].reshape(-1, head_dim)}
-        return normed(x, own, name, spec)
-
-    def rotated(y: jax.Array, name: str) -> jax.Array:
-        x = heads(y, name)
-        if not attention.norm_after_rope:
-            x = by_head(x, f"{name}_norm")
-        if rope is not None:
-            x = apply_rope(x, rope)
-        is_next = attention.norm_after_rope and rope is not None
-        return by_head(x, f"{name}_norm") if is_next else x
-
-    q = rotated(project("q"), "q")
-    if "q_root" in w:
-        q = q * jnp.square(w["q_root"].astype(jnp.float32)).reshape(1, -1, head_dim)
-    if "k" not in w:
-        return q, None, None
-    key = project("k")
-    k = rotated(key, "k")
-    value = scaled(bounded(project("v") if "v" in w else key), spec.scales.values)
-    v = value.reshape(*k.shape[:2], -1)
-    if "v_norm" in spec.unit_norms:
-        v = normed(v, {}, "v_norm", spec)
-    if has_pairs:
-        q, k, v = differential.paired(q, k, v)
-    if boosts.BOOST in w:
-        q, k = boosts.with_boosts(q, k, v, w, head_dim, axis)
-    if "k_affine" in w:
-        mean_1KH, factor_1KH = jnp.moveaxis(w["k_affine"].reshape(1, -1, 2, k.shape[2]), 2, 0)
-        # What is stored of a key must not depend on whether the compiler rounds this product before
-        # it adds it up.
-        k = jax.lax.optimization_barrier((k - mean_1KH) * factor_1KH)
-        q = q / jnp.repeat(factor_1KH, q.shape[1] // k.shape[1], axis=1)
-    return q, k, v
-
-
-def _with_index_key(
-    x_TD: jax.Array, k_TKH: jax.Array | None, w: Weights, rope: Rotation | None, spec: ModelSpec
-) -> tuple[jax.Array | None, Choice | None]:
-    """Puts behind the keys of tokens the one that blocks are chosen by, zeros where the layer
-    attends to all. Returns them, and how these tokens choose; without a change where no layer does.
-    """
-    asked = spec.attention.index
-    if asked is None or k_TKH is None:
-        return k_TKH, None
-    if "index_q" not in w:
-        return jnp.pad(k_TKH, ((0, 0), (0, 1), (0, 0))), None
-
-    def heads(name: str) -> jax.Array:
-        x_TF = jax.lax.optimization_barrier(linear(x_TD, w[name]))  # as in `_project`
-        return x_TF.reshape(x_TD.shape[0], -1, asked.head_dim)
-
-    def made(name: str) -> jax.Array:
-        x_TIH = normed(heads(name), w, f"{name}_norm", spec)
-        return x_TIH if rope is None else apply_rope(x_TIH, rope)
-
-    query_TIH, sizes = made("index_q"), {"num_chosen": asked.num_chosen, "pool": asked.pool}
-    index: Choice
-    if isinstance(asked, BlockIndexSpec):
-        index, key_T1H = BlockIndex(query_TIH, num_local=asked.num_local, **sizes), made("index_k")
-    else:  # the mean of keys as they are is normed and rotated, when all of a pool are there
-        weight_TI = jnp.full(query_TIH.shape[:2], asked.head_dim**-0.5)
-        index = Index(query_TIH, weight_TI, **sizes, pool_keys=_pool_keys(w, spec))
-        key_T1H = heads("index_k")
-    key_T1H = jnp.pad(key_T1H, ((0, 0), (0, 0), (0, k_TKH.shape[2] - asked.head_dim)))
-    return jnp.concatenate([k_TKH, key_T1H], axis=1), index
-
-
-def _pool_keys(w: Weights, spec: ModelSpec) -> PoolKeys:
-    """Returns what makes keys of pools, in a model whose layers rotate alike."""
-    scale_H = values(w["index_k_norm"]).astype(jnp.float32) + spec.norm.endswith("_one")
-    return PoolKeys(
-        scale_H,
-        jnp.asarray(rope_frequencies(spec.rope, spec.head_dim)),
-        eps=spec.norm_eps,
-        factor=spec.rope.attention_factor,
-        interleaved=spec.rope.interleaved,
-    )
-
-
-def _of_layer(x_TD: jax.Array, own_TP: jax.Array, w: Weights, spec: ModelSpec) -> jax.Array:
-    """Computes what joins the stream of a layer's own inputs, which the stream gates."""
-    gate_TP = ACTIVATIONS[spec.activation](linear(x_TD, w["own_gate"]))
-    return normed(linear(gate_TP * own_TP, w["own_out"]), w, "own_out_norm", spec)
-
-
-def _to_others(
-    x_ATD: jax.Array, own_TP: jax.Array | None, w: Weights, spec: ModelSpec
-) -> jax.Array:
-    """Adds a layer's own inputs, which the first stream gates, to the streams behind it."""
-    if own_TP is None:
-        return x_ATD
-    x_TD = x_ATD[0] * w["altup_scale"][None] if "altup_scale" in w else x_ATD[0]
-    return x_ATD.at[1:].add(_of_layer(x_TD, own_TP, w, spec)[None])
-
-
-def _laurel(h_TD: jax.Array, w: Weights, spec: ModelSpec) -> jax.Array:
-    """Computes what joins the stream of a block's input beside the block: it and a map of low rank
-    of it. Source: LAuReL, arXiv 2411.07501, section 2.
-    """
-    low_TX = linear(h_TD, w["laurel_down"])
-    return h_TD + normed(linear(low_TX, w["laurel_up"]), w, "laurel_norm", spec)
 
 
 def _query_factor(temperature: QueryTemperature | None, position_T: jax.Array) -> jax.Array | None:

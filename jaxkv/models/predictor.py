@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import decoder
-from jaxkv.models.layer import normed
 from jaxkv.models.spec import ModelSpec
+from jaxkv.models.stream import normed
 from jaxkv.ops.attention import Attention, Batch
 from jaxkv.ops.layers import linear
 from jaxkv.ops.matrices import Matrix

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import decoder
-from jaxkv.models.layer import normed
 from jaxkv.models.predictor import predict, with_shared
 from jaxkv.models.spec import ModelSpec
+from jaxkv.models.stream import normed
 from jaxkv.ops.attention import Backend, Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling, sample
 from jaxkv.pytree import pytree

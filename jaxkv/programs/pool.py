@@ -7,8 +7,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv.models.layer import normed
 from jaxkv.models.spec import ModelSpec
+from jaxkv.models.stream import normed
 from jaxkv.ops.attention import Batch
 from jaxkv.placement import on_every_device
 from jaxkv.programs.step import last_token

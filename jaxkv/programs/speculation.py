@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jaxkv.config import Speculation
 from jaxkv.kv.state import PagedKV, copy_state
 from jaxkv.models import decoder
-from jaxkv.models.layer import normed
 from jaxkv.models.spec import ModelSpec
+from jaxkv.models.stream import normed
 from jaxkv.ops.attention import Backend
 from jaxkv.ops.ngram import look_up
 from jaxkv.ops.sampling import (

@@ -17,7 +17,7 @@ from jaxkv import LLM
 from jaxkv.errors import CheckpointError
 from jaxkv.models.decoder import head_of, logits
 from jaxkv.models.families import ConfigReader, read_config, read_family
-from jaxkv.models.layer import normed
+from jaxkv.models.stream import normed
 from jaxkv.testing import blueprint_of, model_of
 from jaxkv.weights.orbax import convert, load_converted
 from jaxkv.weights.packing import DYNAMIC, METHODS, SCALES, packing_for, quantise
