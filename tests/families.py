@@ -330,7 +330,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mamba-biases": {"use_bias": True, "use_conv_bias": False, "conv_kernel": 3},
     "falcon_mamba": {"state_size": 8},
     "mamba2": {"num_heads": 12, "head_dim": 8, "n_groups": 2, "state_size": 16},
-    "xlstm": XLSTM | {"output_logit_soft_cap": 5.0, "eps": 0.5, "norm_eps": 1e-2},
+    "xlstm": XLSTM | {"output_logit_soft_cap": 5.0, "eps": 0.5, "norm_eps": 1e-3},
     "openai_gpt": GPT2 | {"tie_word_embeddings": True},
     "opt": {"word_embed_proj_dim": 48, "ffn_dim": 80},
     "opt-behind": {"word_embed_proj_dim": 20, "ffn_dim": 80, "do_layer_norm_before": False}
