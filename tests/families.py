@@ -44,6 +44,10 @@ DORY = HEAD | {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1
 DORY |= {"initializer_range": 0.3, "ngpt_alpha_init": 0.5, "sliding_window": 8}
 DORY |= {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}
 XLSTM = {"hidden_size": 128, "num_heads": 4}  # states in transformers are multiples of 64 wide
+INKLING = HEAD | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+INKLING |= {"swa_num_attention_heads": 6, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
+INKLING |= {"sliding_window_size": 8, "rel_extent": 12, "d_rel": 4}
+INKLING |= {"layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
 ZAYA = HEAD | {"num_experts": 5, "moe_intermediate_size": 40, "router_hidden_size": 20}
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}
 FALCON = {"num_kv_heads": 2, "ffn_hidden_size": 80}
@@ -295,6 +299,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"H_cycles": 3, "L_cycles": 2, "embedding_scale": 3.0},
     "dory": DORY | {"attention_bias": True, "mlp_bias": True, "n_recurrent_loops": 3},
     "dory-once": DORY | {"n_recurrent_loops": 1, "tie_word_embeddings": True},
+    "inkling_text": INKLING
+    | {
+        "vocab_size": 160,
+        "unpadded_vocab_size": 151,
+        "swa_num_key_value_heads": 3,
+        "swa_head_dim": 16,
+    }
+    | {"log_scaling_n_floor": 5, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "inkling_text-plain": INKLING
+    | {"layer_types": ["hybrid"] * 3, "n_shared_experts": 1, "conv_kernel_size": 3},
     "zaya": ZAYA
     | {"sliding_window": 8, "lm_head_bias": True, "attention_bias": True}
     | {"layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "cca_time0": 3, "cca_time1": 3},
@@ -731,6 +745,11 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"perceiver_config": {"hidden_size": 48, "resampler_depth": 1, "resampler_n_heads": 4}},
     ),
     "idefics3": ("llama", SIGLIP, {}),
+    "inkling_mm_model": (
+        "inkling_text",
+        {"hidden_size": 16, "num_hidden_layers": 2, "patch_size": 4},
+        {"audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8}},
+    ),
     "internvl": ("qwen2", SIGLIP | LIST, {}),
     "janus": (
         "llama",

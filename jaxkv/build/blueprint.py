@@ -117,6 +117,8 @@ class Blueprint:
             return False
         if asked.index is not None:  # what is measured attends to all keys
             return False
+        if asked.has_distances:  # what is measured has scores of queries and keys alone
+            return False
         return any(codec.fits_keys for codec in self.codecs + (self.low_codecs or ()))
 
     # --- other blueprints

@@ -32,8 +32,8 @@ from jaxkv.models import (
 from jaxkv.models.compressed import Compression, put
 from jaxkv.models.ngrams import with_ngrams
 from jaxkv.models.paged import Held, PagedAttention
-from jaxkv.models.projections import project, with_index_key
-from jaxkv.models.recurrent import Compressor, Convolved, Mixer, Ngrams
+from jaxkv.models.projections import distances_of, product, project, with_index_key
+from jaxkv.models.recurrent import SHORT_CONV, Compressor, Convolved, Mixer, Ngrams, ShortConvs
 from jaxkv.models.rope import Ropes
 from jaxkv.models.spec import ModelSpec, QueryTemperature
 from jaxkv.models.stream import (
@@ -80,6 +80,9 @@ GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
 Carry = tuple[jax.Array, Held]
 """The stream [T, D], or several (`models.altup`), and what layers change, from layer to layer."""
 
+Convolve = Callable[[str, jax.Array, Weights, Held, jax.Array], Carry]
+"""Convolves what the leaf of this name convolves, [T, X], in the layer of this number."""
+
 Mix = Callable[[jax.Array, Weights, Held, jax.Array], Carry]
 """Mixes the tokens [T, D] that come into the layer of this number (int32) with these weights."""
 
@@ -111,7 +114,6 @@ class Layers:
         self._ropes = Ropes(spec, batch.position_T, contexts, growth_C)
         self._adapters = _adapters_of(weights, kv, batch)
         self._is_real_T = batch.is_row_T
-        self._warmth_T = _query_factor(spec.attention.temperature, batch.position_T)
         self._bodies = [self._body(kind) for kind in range(spec.num_kinds)]
         self._kind_L = np.array(spec.layer_kinds or (0,) * spec.num_layers, np.int32)
 
@@ -156,6 +158,7 @@ class Layers:
         spec, mix, stream = self._spec, self._mix(layers), self._spec.scales.stream
         cutoffs = spec.scales.gate_cutoffs
         cutoff = cutoffs[kind] if cutoffs else None
+        convolve = self._short_convs(layers[0])
         if spec.scales.hyper is not None:
             return self._between_streams(layers, mix)
         if "ahead_norm" in self._weights[stack_name(kind)]:
@@ -164,6 +167,7 @@ class Layers:
         def run(x_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             h_TD = normed(x_TD, w, "attn_norm", spec)
             mixed_TD, held = mix(h_TD, w, held, number)
+            mixed_TD, held = convolve("attn", mixed_TD, w, held, number)
             mixed_TD = scaled(normed(mixed_TD, w, "post_attn_norm", spec), spec.scales.residual)
             mixed_TD = towards(mixed_TD, h_TD, w, "attn_rate")
             if stream is not None:
@@ -182,6 +186,8 @@ class Layers:
                 h_TD = normed(x_TD, w, "mlp_norm", spec)
             w, held = self._with_view(h_TD, w, held)
             out_TD = self._feed_forward(x_TD, h_TD, w, cutoff, number)
+            out_TD = out_TD * w["mlp_scalar"][None] if "mlp_scalar" in w else out_TD
+            out_TD, held = convolve("mlp", out_TD, w, held, number)
             out_TD = scaled(normed(out_TD, w, "post_mlp_norm", spec), spec.scales.residual)
             out_TD = towards(out_TD, h_TD, w, "mlp_rate")
             if stream is not None:
@@ -250,9 +256,10 @@ class Layers:
         head_dim, rotation_of = spec.groups[groups[0]].head_dim, self._ropes.of(layers)
         slopes_N, position_T = np.array(spec.attention.slopes), jnp.asarray(self._batch.position_T)
         head_dim -= alibi.NUM_DIMS if slopes_N.size else 0
-        temperature = spec.attention.temperature
-        warms_rotated = temperature is not None and not temperature.unrotated_only
-        compress = None
+        temperature, warmth_T1 = spec.attention.temperature, None
+        if temperature is not None and layers[0] in (temperature.layers or layers):
+            warmth_T1 = _query_factor(temperature, self._batch.position_T)[:, None]
+        convolve, compress = self._short_convs(layers[0]), None
         if spec.attention.near:
             own = [(number, self._rows_of(number)) for number in spec.states_of(layers[0])]
             compress = Compression(spec, layers, own[0] if own else None)
@@ -274,17 +281,22 @@ class Layers:
                 q, k, v, held = self._convolved(h_TD, w, rope, held, number, layers[0])
                 maps, index = None, None
             else:
-                q, k, v = project(h_TD, w, rope, spec, head_dim, self._axis)
+                made = {}
+                for name in ("k", "v") if f"k{SHORT_CONV}" in w else ():
+                    made[name], held = convolve(name, product(h_TD, w, name), w, held, number)
+                q, k, v = project(h_TD, w, rope, spec, head_dim, self._axis, made)
                 maps = None
                 k, index = with_index_key(h_TD, k, w, rope, spec)
             if slopes_N.size and k is not None:
                 q, k = alibi.with_positions(
                     *(q, k, position_T, slopes_N), scale=self._attend.scale, axis=self._axis
                 )
-            if self._warmth_T is not None and (rope is None or warms_rotated):
-                q = q * self._warmth_T[:, None, None]
+            if warmth_T1 is not None:
+                q = q * warmth_T1[..., None]
             if spec.attention.by_depth:
                 q = q / (number + 1)
+            if spec.attention.by_head_dim:
+                q = q / head_dim
             sinks_N, dtype = w.get("sinks"), w["o"].dtype
             out_TNH, held = self._attend(
                 held,
@@ -294,6 +306,7 @@ class Layers:
                 sinks_N=sinks_N,
                 maps=maps,
                 index=index,
+                distances=distances_of(h_TD, w, q.shape[1], warmth_T1),
                 out_dtype=dtype,
             )
             if compress is not None:
@@ -343,6 +356,28 @@ class Layers:
         )
         return q, k, v, held._replace(states=put(held.states, number_of, own))
 
+    def _short_convs(self, layer: int) -> Convolve:
+        """Returns what adds to what a block gives, or to keys or values, a convolution of them with
+        those of the last tokens, in a layer that is alike and has it.
+        """
+        listed = [
+            (number, self._spec.states[number].mixer) for number in self._spec.states_of(layer)
+        ]
+        keepers = [(number, one) for number, one in listed if isinstance(one, ShortConvs)]
+        if not keepers:
+            return lambda name, y_TX, w, held, number: (y_TX, held)
+        ((number_of, keeper),) = keepers
+        rows_of = self._rows_of(number_of)
+
+        def convolve(
+            name: str, y_TX: jax.Array, w: Weights, held: Held, number: jax.Array
+        ) -> Carry:
+            own = held.states[number_of]
+            y_TX, own = keeper(name, y_TX, w, own, rows_of(number))
+            return y_TX, held._replace(states=put(held.states, number_of, own))
+
+        return convolve
+
     def _with_chosen(self, h_TD: jax.Array, w: Weights, head_dim: int) -> Weights:
         """Returns the layer's weights with those that these tokens choose to attend by, if any."""
         router = self._spec.router
@@ -356,7 +391,7 @@ class Layers:
         return [
             self._recurrence(number_of, mixer)
             for number_of, mixer in states
-            if not isinstance(mixer, (Compressor, Convolved, Ngrams))
+            if not isinstance(mixer, (Compressor, Convolved, Ngrams, ShortConvs))
         ]
 
     def _recurrence(self, number_of: int, mixer: Mixer) -> Mix:
@@ -486,7 +521,7 @@ class Layers:
         """Runs the experts that the router chooses, and the shared one."""
         spec, limits = self._spec, self._spec.scales.limits
         run_mlp = partial(mlp, activation=spec.activation, limits_act=limits.of_act)
-        num_experts = w["router"].num_rows - router.num_identity - router.num_empty
+        num_experts = w["router"].num_rows - router.num_others
         seen_TX = w[SEEN] if SEEN in w else normed(x_TD, w, "router_norm", spec)
         logits_TE = linear_float32(seen_TX, w["router"])
         if "router_offset" in w:
@@ -494,7 +529,11 @@ class Layers:
         given_TK = None
         if TOKEN_EXPERTS in w:
             given_TK = w[TOKEN_EXPERTS].rows(jnp.asarray(self._batch.token_T), router.num_used)
-        expert_TK, weight_TK = router(logits_TE, w.get("router_bias"), given_TK)
+        if router.num_sinks:
+            expert_TK, weight_TK, shared_TS = router.with_sinks(logits_TE, w.get("router_bias"))
+        else:
+            expert_TK, weight_TK = router(logits_TE, w.get("router_bias"), given_TK)
+            shared_TS = None
         if "router_gain" in w:
             weight_TK *= w["router_gain"].astype(jnp.float32)[expert_TK]
         x_TD = normed(x_TD, w, "routed_norm", spec)
@@ -529,7 +568,10 @@ class Layers:
         if "shared_up" in w:
             names = ("gate", "up", "down")
             own = {name: w[f"shared_{name}"] for name in names if f"shared_{name}" in w}
-            shared_TD = run_mlp(x_TD, own, limit=_limit(limits.shared, number))
+            weigh = None
+            if shared_TS is not None:
+                weigh = partial(routing.weighed_parts, weight_TS=shared_TS, axis=self._axis)
+            shared_TD = run_mlp(x_TD, own, limit=_limit(limits.shared, number), norm=weigh)
             if "shared_weight" in w:
                 shared_TD *= jax.nn.sigmoid(linear(x_TD, w["shared_weight"]))
             y_TD += scaled(shared_TD, router.shared_scale)
@@ -546,12 +588,12 @@ def _limit(limit_L: tuple[float, ...], number: jax.Array) -> float | jax.Array |
     return jnp.asarray([limit or np.inf for limit in limit_L], jnp.float32)[number]
 
 
-def _query_factor(temperature: QueryTemperature | None, position_T: jax.Array) -> jax.Array | None:
-    """Returns the factor of each token's queries, [T]; None where there is none."""
-    if temperature is None:
-        return None
-    period_T = jnp.floor((position_T + temperature.offset).astype(jnp.float32) / temperature.period)
-    return 1 + temperature.beta * jnp.log1p(period_T)
+def _query_factor(temperature: QueryTemperature, position_T: jax.Array) -> jax.Array:
+    """Returns the factor of each token's queries, [T]."""
+    period_T = (position_T + temperature.offset).astype(jnp.float32) / temperature.period
+    if temperature.is_smooth:
+        return 1 + temperature.beta * jnp.log(jnp.maximum(period_T, 1))
+    return 1 + temperature.beta * jnp.log1p(jnp.floor(period_T))
 
 
 def _contexts(kv: PagedKV, batch: Batch) -> jax.Array | None:

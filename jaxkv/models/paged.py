@@ -14,7 +14,16 @@ import numpy as np
 from jaxkv.kv.state import PagedKV, PageTables, Statistics, Store
 from jaxkv.models import latent
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import AnyIndex, Attention, Batch, Heads, LatentMaps, Place, Terms
+from jaxkv.ops.attention import (
+    AnyIndex,
+    Attention,
+    Batch,
+    Distances,
+    Heads,
+    LatentMaps,
+    Place,
+    Terms,
+)
 
 EVERYTHING = 2**30
 """The window of layers that see all tokens, and the chunk of those that cut nothing, where others
@@ -102,6 +111,7 @@ class PagedAttention:
         sinks_N: jax.Array | None,
         maps: LatentMaps | None,
         index: AnyIndex | None,
+        distances: Distances | None,
         out_dtype: np.dtype,
     ) -> Result:
         """Attends the queries of layer `number` (int32) of the model, which is in one of `groups`.
@@ -110,7 +120,7 @@ class PagedAttention:
         Returns (out [T, N, H] of the values' H, what is held after it).
         """
         attend = partial(
-            self._attend, Terms(self.scale, out_dtype, self._cap, sinks_N, maps, index)
+            self._attend, Terms(self.scale, out_dtype, self._cap, sinks_N, maps, index, distances)
         )
         if not self._has_places:
             return attend(0, self._of_groups[0], held, number, q_TNH, *kv)
@@ -177,6 +187,7 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
             has_index=spec.attention.index is not None,
             has_index_key=group.has_index_key,
             has_entries=spec.attention.near > 0,
+            has_distances=spec.attention.has_distances,
             has_unlike=any(one.num_heads is not None for one in spec.groups),
         )
         for group in spec.groups

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
@@ -9,12 +11,19 @@ from jaxkv.models import boosts, differential
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import BlockIndexSpec, ModelSpec
 from jaxkv.models.stream import normed, scaled
-from jaxkv.ops.attention import BlockIndex, Index, PoolKeys
+from jaxkv.ops.attention import BlockIndex, Distances, Index, PoolKeys
 from jaxkv.ops.attention.index import Choice
 from jaxkv.ops.layers import linear
 from jaxkv.ops.matrices import values
 from jaxkv.ops.rotation import Rotation, apply_rope
 from jaxkv.weights.tree import Weights
+
+
+def product(x_TD: jax.Array, w: Weights, name: str) -> jax.Array:
+    """Multiplies tokens with a matrix whose result is divided into heads."""
+    # Else XLA splits the weight into heads, not the result, and copies it for that (tpu7x: in HBM;
+    # v6e: into VMEM, docs/benchmarks/tpu_loop.md).
+    return jax.lax.optimization_barrier(linear(x_TD, w[name], w.get(f"{name}_bias")))
 
 
 def project(
@@ -24,10 +33,11 @@ def project(
     spec: ModelSpec,
     head_dim: int,
     axis: str | None,
+    made: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Computes rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H or less], which
     are what keys are made of where the weights have none; without keys and values where they have
-    neither. With qk-norm where the weights have it.
+    neither. With qk-norm where the weights have it. made: by name, products that are there already.
 
     Keys and queries are suited to being quantised where the weights say how (`programs.fit_keys`).
     """
@@ -35,10 +45,8 @@ def project(
     head_dim //= 2 if has_pairs else 1
     head_dim -= boosts.NUM_DIMS if boosts.BOOST in w else 0
 
-    def product(name: str) -> jax.Array:
-        # Else XLA splits the weight into heads, not the result, and copies it for that (tpu7x: in
-        # HBM; v6e: into VMEM, docs/benchmarks/tpu_loop.md).
-        return jax.lax.optimization_barrier(linear(x_TD, w[name], w.get(f"{name}_bias")))
+    def product_of(name: str) -> jax.Array:
+        return made[name] if name in made else product(x_TD, w, name)
 
     def bounded(y: jax.Array) -> jax.Array:
         return jnp.clip(y, -attention.clip, attention.clip) if attention.clip else y
@@ -65,14 +73,14 @@ def project(
         is_next = attention.norm_after_rope and rope is not None
         return by_head(x, f"{name}_norm") if is_next else x
 
-    q = rotated(product("q"), "q")
+    q = rotated(product_of("q"), "q")
     if "q_root" in w:
         q = q * jnp.square(w["q_root"].astype(jnp.float32)).reshape(1, -1, head_dim)
     if "k" not in w:
         return q, None, None
-    key = product("k")
+    key = product_of("k")
     k = rotated(key, "k")
-    value = scaled(bounded(product("v") if "v" in w else key), spec.scales.values)
+    value = scaled(bounded(product_of("v") if "v" in w else key), spec.scales.values)
     v = value.reshape(*k.shape[:2], -1)
     if "v_norm" in spec.unit_norms:
         v = normed(v, {}, "v_norm", spec)
@@ -119,6 +127,21 @@ def with_index_key(
         key_T1H = heads("index_k")
     key_T1H = jnp.pad(key_T1H, ((0, 0), (0, 0), (0, k_TKH.shape[2] - asked.head_dim)))
     return jnp.concatenate([k_TKH, key_T1H], axis=1), index
+
+
+def distances_of(
+    x_TD: jax.Array, w: Weights, num_heads: int, warmth_T1: jax.Array | None
+) -> Distances | None:
+    """Returns what tokens give distances, which grows with their position as queries do; None in a
+    layer where they give nothing.
+    """
+    if "distance" not in w:
+        return None
+    weight_TNX = product(x_TD, w, "distance").reshape(len(x_TD), num_heads, -1)
+    if warmth_T1 is not None:
+        weight_TNX = weight_TNX * warmth_T1[..., None]
+    profile_XE = w["distance_profiles"].astype(jnp.float32).reshape(weight_TNX.shape[2], -1)
+    return Distances(weight_TNX.astype(jnp.float32), profile_XE)
 
 
 def _pool_keys(w: Weights, spec: ModelSpec) -> PoolKeys:

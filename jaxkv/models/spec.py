@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from jaxkv.models.recurrent import Compressor, Convolved, Mixer, Ngrams, StateArray
+from jaxkv.models.recurrent import Compressor, Convolved, Mixer, Ngrams, ShortConvs, StateArray
 from jaxkv.ops.experts import Router
 
 
@@ -51,14 +51,16 @@ class RopeSpec:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueryTemperature:
     """Says how queries grow with their position: by 1 + beta * ln(1 + floor((position + offset) /
-    period)). unrotated_only: those of layers that rotate nothing. Source: Llama 4's attention
-    temperature tuning.
+    period)), or if `is_smooth` by 1 + beta * ln(max(1, (position + offset) / period)). layers:
+    those where they do; () for all. Sources: Llama 4's attention temperature tuning; Inkling, as
+    transformers has it.
     """
 
     beta: float
     period: float
     offset: int = 0
-    unrotated_only: bool = False
+    is_smooth: bool = False
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +119,8 @@ class AttentionSpec:
     slopes: of each query head, by which scores fall with distance (`models.alibi`); () for none.
     by_depth: scores are divided by the number of their layer, 1 for the first. Source: Mistral by
     Stanford CRFM.
+    by_head_dim: scores are divided by the size of a head, in which layers may differ.
+    has_distances: scores get what a query gives the distance to a key (`ops.attention.Distances`).
     index: how keys are chosen; None: all are attended to.
     near: so many last tokens are attended to one by one, and older ones by entries of several
     (`models.compressed`), which `index` chooses where layers have index heads; 0: all one by one.
@@ -139,6 +143,8 @@ class AttentionSpec:
     gate_factor: float = 1.0
     slopes: tuple[float, ...] = ()
     by_depth: bool = False
+    by_head_dim: bool = False
+    has_distances: bool = False
     index: IndexSpec | BlockIndexSpec | None = None
     near: int = 0
     output_groups: int = 1
@@ -292,11 +298,12 @@ counted in, so that prefixes, snapshots of states and admission are those of any
 class StateSpec:
     """Layers whose mixer keeps a recurrent state, of one size however long a row is; or what is to
     be an entry of their keys (`models.compressed`), what comes before a token's queries and keys
-    (`models.convolved`), or tokens and what they say (`models.ngrams`).
+    (`models.convolved`), or before what is convolved, or tokens and what they say
+    (`models.ngrams`).
     """
 
     layers: tuple[int, ...]
-    mixer: Mixer | Compressor | Convolved | Ngrams
+    mixer: Mixer | Compressor | Convolved | Ngrams | ShortConvs
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:

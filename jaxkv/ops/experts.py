@@ -48,6 +48,8 @@ class Router:
     what the MLP for all tokens gives. num_identity: so many experts, the last ones, give back what
     comes in. num_empty: so many more behind those give nothing. is_shortcut: experts take what
     comes into the layer's MLP, and what they give joins the stream behind the next layer.
+    num_sinks: so many logits behind those of experts are of equal parts of the MLP for all tokens,
+    which they weigh (`with_sinks`).
     Sources: arXiv 2401.04088, section 2.1; with groups arXiv 2412.19437, section 2.1.2; one after
     the other arXiv 2409.12136, as its authors' code has it; the last two arXiv 2509.01322.
     """
@@ -70,6 +72,7 @@ class Router:
     num_identity: int = 0
     num_empty: int = 0
     is_shortcut: bool = False
+    num_sinks: int = 0
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
@@ -103,6 +106,26 @@ class Router:
         if self.is_normalised:
             weight_TK /= total(weight_TK)[:, None] + 1e-20
         return expert_TK, weight_TK * self.scale
+
+    @property
+    def num_others(self) -> int:
+        """Counts the logits that are not of experts."""
+        return self.num_identity + self.num_empty + self.num_sinks
+
+    def with_sinks(
+        self, logits_TE: Array, bias_E: Array | None = None
+    ) -> tuple[Array, Array, Array]:
+        """Returns experts and weights, and the weights of the parts of the MLP for all tokens, [T,
+        num_sinks]: sigmoid scores, divided by their sum over both. Source: Inkling, as transformers
+        has it.
+        """
+        logits_TE, sinks_TS = jnp.split(logits_TE, [logits_TE.shape[1] - self.num_sinks], axis=1)
+        expert_TK = self._best(logits_TE, SCORES[self.score](logits_TE), bias_E)
+        chosen_TK = jnp.take_along_axis(logits_TE, expert_TK, axis=1)
+        # By logarithms: scores may all be so small that they are 0.
+        log_TX = jax.nn.log_sigmoid(jnp.concatenate([chosen_TK, sinks_TS], axis=1))
+        weight_TX = softmax(log_TX) * self.scale
+        return expert_TK, weight_TX[:, : self.num_used], weight_TX[:, self.num_used :]
 
     def _best(self, logits_TE: Array, score_TE: Array, bias_E: Array | None) -> Array:
         rank_TE = logits_TE if self.by_logits else score_TE

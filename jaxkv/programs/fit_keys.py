@@ -65,6 +65,8 @@ class Moments:
         refuse_index(terms)
         if terms.cap or terms.sinks_N is not None or k_TKH is None or v_TKH is None:
             raise NotImplementedError("expected scores that may all change alike, and own keys")
+        if terms.distances is not None:
+            raise NotImplementedError("expected scores of queries and keys alone")
         out_TNH = jax.nn.dot_product_attention(
             *(x[None] for x in (q_TNH, k_TKH, v_TKH)),
             scale=terms.scale,

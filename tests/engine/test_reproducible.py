@@ -205,6 +205,8 @@ FAMILIES = {
     "xlstm": {"num_heads": 16},
     "zaya": {"head_dim": 16, "moe_intermediate_size": 48, "router_hidden_size": 16}
     | {"num_experts": 15},
+    "inkling_text": {"head_dim": 16, "moe_intermediate_size": 48, "n_routed_experts": 14}
+    | {"unpadded_vocab_size": None, "d_rel": 16},
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 16, "num_local_experts": 16},
     "qwen3_next": HEADS | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "recurrent_gemma": {"hidden_size": 64, "num_attention_heads": 4, "lru_width": 64},

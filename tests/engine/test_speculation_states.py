@@ -52,6 +52,7 @@ CASES = [
     ("kimi_linear", "ngram"),  # the delta rule by channel
     ("recurrent_gemma", "ngram"),  # the RG-LRU
     ("xlstm", "ngram"),  # the mLSTM
+    ("inkling_text", "ngram"),  # convolutions of four kinds
     ("zaya", "ngram"),  # what comes before queries, keys and values
 ]
 

@@ -41,6 +41,8 @@ VARIANTS = {  # with the bytes of one row's state
     "qwen4_exp_text": 2 * (4 * 8 * 12 + (2 * 2 * 8 + 4 * 12) * 3 + 3 * 3 + 3 * 48 * 2 * 4) * 4,
     "xlstm": 3 * (4 * 16 * (32 + 1) + 4) * 4,  # sums of keys, and exponents
     "zaya-plain": 3 * (8 + (6 + 2) * 8 * (1 + 1)) * 4,  # values, inputs of two convolutions
+    # Inputs of convolutions of keys and values, and of what blocks give.
+    "inkling_text-plain": 3 * (2 * 2 * 8 * 2 + 2 * 48 * 2) * 4,
     # What makes entries, with what chooses them and without.
     "deepseek_v4": (2 * 8 * 2 * 2 * (16 + 12) + 8 * 2 * 16) * 4,
 }

@@ -62,6 +62,7 @@ QUICK = {
     "gpt2",  # learned positions, transposed weights
     "granite_swa",  # sinks
     "hrm_text",  # two stacks by turns, on the sum of what they gave
+    "inkling_mm_model",  # scores by distance, convolutions of four kinds, shared experts that weigh
     "jetmoe",  # experts' queries and outputs of attention
     "mimo_v2_flash",  # values smaller than keys, KV heads by the kind of layer, experts
     "llama4",  # chunks, layers without rotation, weighed inputs of experts; text part of a model

@@ -297,6 +297,17 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("hrm_text", {"H_cycles": None, "L_cycles": None}),
         ("hrm_text", {"embedding_scale": None, "initializer_range": 0.5}),
         ("zaya-plain", {"layer_types": None, "rope_parameters": None, "router_hidden_size": None}),
+        (
+            "inkling_text",
+            {"layer_types": None, "num_hidden_layers": 7, "mlp_layer_types": None},
+        ),
+        (
+            "inkling_text",
+            {"layer_types": None, "local_layer_ids": [0, 2], "num_hidden_layers": 4}
+            | {"mlp_layer_types": None, "dense_mlp_idx": 2, "dense_intermediate_size": 56}
+            | {"conv_kernel_size": None, "sconv_kernel_size": 3, "model_max_length": 512}
+            | {"max_position_embeddings": None, "log_scaling_alpha": None},
+        ),
         ("kimi_linear", {"num_experts_per_tok": 2, "norm_topk_prob": False}),  # other names
         ("mixtral", {"num_experts": 5, "num_local_experts": None}),
         ("glm_moe_dsa-shared", {"indexer_types": None, "index_topk_freq": 2}),
@@ -814,6 +825,9 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("dory", "n_recurrent_loops", 10**4, "a whole number from 1 to 4096"),
         ("dory", "layer_types", ["mlp", "full_attention"] * 2, "attention and mlp by"),
         ("hrm_text", "H_cycles", 1000, "at most 4096 layers, each time"),
+        ("inkling_text", "n_shared_experts", 0, "a whole number from 1"),
+        ("inkling_text", "unpadded_vocab_size", 161, "a whole number from 1 to 160"),
+        ("inkling_text", "conv_kernel_size", 1, "a whole number from 2"),
         ("zaya", "num_experts_per_tok", 2, r"1 \(not built\)"),
         ("zaya", "cca_time0", 1, "a whole number from 2"),
         ("zaya", "cca_time1", 1, "a whole number from 2"),

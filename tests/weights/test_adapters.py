@@ -250,6 +250,7 @@ def test_a_digest_stands_for_what_is_computed(base, tmp_path):
         "zamba2",
         "xlstm",
         "zaya",
+        "inkling_text",
         "dory",
         "hrm_text",
     ],

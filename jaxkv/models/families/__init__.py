@@ -76,6 +76,7 @@ TEXT_OF = {
     "hyperclovax_vision_v2": "hyperclovax",
     "idefics2": "mistral",
     "idefics3": "llama",
+    "inkling_mm_model": "inkling_text",
     "internvl": "qwen2",
     "internvl_chat": "qwen2",
     "janus": "llama",

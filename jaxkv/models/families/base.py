@@ -33,7 +33,8 @@ Form = TypeVar("Form", bound=Hashable)
 class Part:
     """Says which part of a stored tensor an array is: of its rows (after it is `transposed`) seen
     as `num_blocks` blocks, those from `start` to `stop` of each. `shape` is the tensor's.
-    by_column: each block is transposed. turn: blocks take turns, with so many rows each; 0: one is
+    by_column: each block is transposed. side_by_side: blocks are one beside the other in the array,
+    not one behind the other. turn: blocks take turns, with so many rows each; 0: one is
     behind the other. of_all: it is that of all experts, one behind the other. either_way: the
     tensor may have its last two axes swapped, which its shape then shows.
     """
@@ -44,6 +45,7 @@ class Part:
     stop: int | None = None
     transposed: bool = False
     by_column: bool = False
+    side_by_side: bool = False
     turn: int = 0
     of_all: bool = False
     either_way: bool = False
@@ -68,6 +70,8 @@ class Part:
         if self.turn:
             turns = blocks.reshape(self.num_blocks, -1, self.turn, *rows.shape[1:])
             return turns.swapaxes(0, 1).reshape(-1, *rows.shape[1:])
+        if self.side_by_side:
+            return blocks.swapaxes(0, 1).reshape(blocks.shape[1], -1)
         blocks = blocks.swapaxes(1, 2) if self.by_column else blocks
         return blocks.reshape(-1, *blocks.shape[2:])
 

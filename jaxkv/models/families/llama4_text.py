@@ -38,7 +38,10 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kinds = config.kinds("layer_types", num_layers, (CHUNKED, FULL), otherwise)
     routed = _routed(config, num_layers)
     forms = [Form(*of) for of in zip(kinds, rotates, routed, strict=True)]
-    return read_forms(forms, lambda form: _read_form(config, form, num_layers))
+    spec, layout = read_forms(forms, lambda form: _read_form(config, form, num_layers))
+    unrotated = tuple(layer for layer, one in enumerate(rotates) if not one)
+    attention = replace(spec.attention, temperature=_temperature(config, unrotated))
+    return replace(spec, attention=attention), layout
 
 
 def _routed(config: ConfigReader, num_layers: int) -> list[bool]:
@@ -76,7 +79,7 @@ def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[Model
         names=NAMES,
         biased=attn_biased(config),
         ropes=[rope if form.rotates else None] * num_layers,
-        attention=AttentionSpec(norm_after_rope=True, temperature=_temperature(config)),
+        attention=AttentionSpec(norm_after_rope=True),
         unit_norms=("q_norm", "k_norm") if config.flag("use_qk_norm", True) else (),
         experts=experts.leaves if form.is_routed else None,
         router=router if form.is_routed else None,
@@ -86,14 +89,15 @@ def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[Model
     return spec, layout
 
 
-def _temperature(config: ConfigReader) -> QueryTemperature | None:
+def _temperature(config: ConfigReader, layers: tuple[int, ...]) -> QueryTemperature | None:
     # The first published files have 4 in the place of true.
     is_first = config.get("attn_temperature_tuning") == 4
-    if not is_first and not config.flag("attn_temperature_tuning", True):
+    is_asked = is_first or config.flag("attn_temperature_tuning", True)
+    if not is_asked or not layers:
         return None
     return QueryTemperature(
         beta=config.number("attn_scale", 0.1),
         period=config.number("floor_scale", 8192),
         offset=1,
-        unrotated_only=True,
+        layers=layers,
     )

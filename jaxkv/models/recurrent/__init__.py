@@ -14,8 +14,10 @@ from jaxkv.models.recurrent.ngrams import Ngrams
 from jaxkv.models.recurrent.rg_lru import RgLru
 from jaxkv.models.recurrent.rwkv import ChannelMix, TimeMix
 from jaxkv.models.recurrent.short_conv import ShortConv
+from jaxkv.models.recurrent.short_convs import SHORT_CONV, ShortConvs
 
 __all__ = [
+    "SHORT_CONV",
     "ChannelMix",
     "Compressor",
     "Convolved",
@@ -28,6 +30,7 @@ __all__ = [
     "Ngrams",
     "RgLru",
     "ShortConv",
+    "ShortConvs",
     "StateArray",
     "TimeMix",
 ]

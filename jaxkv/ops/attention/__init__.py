@@ -15,6 +15,7 @@ from jaxkv.ops.attention.base import (
     Place,
     Terms,
 )
+from jaxkv.ops.attention.distances import Distances
 from jaxkv.ops.attention.index import AnyIndex, BlockIndex, Entries, EntryShape, Index, PoolKeys
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
@@ -88,6 +89,7 @@ __all__ = [
     "Backend",
     "Batch",
     "BlockIndex",
+    "Distances",
     "Entries",
     "EntryShape",
     "Heads",

@@ -27,6 +27,7 @@ import numpy as np
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import PageTables, Statistics, Store, empty_store
+from jaxkv.ops.attention.distances import Distances
 from jaxkv.ops.attention.index import AnyIndex
 from jaxkv.ops.matrices import HeadMatrices
 from jaxkv.pytree import pytree, static
@@ -39,7 +40,8 @@ class Heads:
     have stored. latent_dim: values are the first so many numbers of keys; None: they are apart.
     chunk: in tokens; None: sequences are not cut. has_index: keys are chosen (`index`), by one more
     key of each token if `has_index_key`. has_entries: entries of several tokens lie behind their
-    rows (`index.Entries`). has_unlike: layers of the model differ in `num_heads`.
+    rows (`index.Entries`). has_unlike: layers of the model differ in `num_heads`. has_distances:
+    scores get what queries give distances (`distances`).
     """
 
     num_heads: int
@@ -55,6 +57,7 @@ class Heads:
     has_index_key: bool = False
     has_entries: bool = False
     has_unlike: bool = False
+    has_distances: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +122,7 @@ class Terms:
 
     scale: of the scores. cap: if not 0, they are cap * tanh(score / cap). sinks_N: each head's
     score of one more key, whose value is 0. index: how the step's tokens choose keys; None where
-    they attend to all.
+    they attend to all. distances: what their queries give the distance to a key; None for nothing.
     maps: of latent attention, whose queries [T, N, C + P] are as they would meet keys, and out
     [T, N, V] has each head's values; the backend decides what goes through them, and when.
     out_dtype: out is float32, or rounded to this already, which is what its caller does with it.
@@ -131,6 +134,7 @@ class Terms:
     sinks_N: jax.Array | None = None
     maps: LatentMaps | None = None
     index: AnyIndex | None = None
+    distances: Distances | None = None
 
 
 class Attended(NamedTuple):
@@ -253,6 +257,8 @@ def runs_on_xla(heads: Heads) -> str | None:
         return "a model without attention"
     if heads.has_index:
         return "attention that chooses keys by an index runs on xla"
+    if heads.has_distances:
+        return "scores by distance run on xla"
     if heads.has_unlike:
         return "layers of unlike numbers of query heads run on xla"
     return None

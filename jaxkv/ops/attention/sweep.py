@@ -15,6 +15,7 @@ from jaxkv.kv.codecs.base import decode_elements
 from jaxkv.kv.layout import HeadMajorLayout, once
 from jaxkv.kv.state import BEHIND, PageTables, Store
 from jaxkv.ops.attention.base import Place
+from jaxkv.ops.attention.distances import Distances
 from jaxkv.ops.attention.index import BlockIndex, Change, Choice, EntryShape
 from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
 from jaxkv.ops.layers import soft_cap, total
@@ -36,7 +37,8 @@ Window = int | jax.Array | None
 class Scores(NamedTuple):
     """Says what becomes of scores: which keys are seen, and cap and sinks as in `Terms`, these by
     KV head. entry: of entries beside the keys (`index.Entries`), None where there are none. choice:
-    of entries, if there are any, or of keys, by the tokens of the queries; None: of all.
+    of entries, if there are any, or of keys, by the tokens of the queries; None: of all. distances:
+    as in `Terms`, of the tokens of the queries.
     """
 
     window: Window
@@ -45,12 +47,13 @@ class Scores(NamedTuple):
     sinks_KG: jax.Array | None
     entry: EntryShape | None = None
     choice: Choice | None = None
+    distances: Distances | None = None
 
     def with_tokens(self, change: Change) -> Scores:
         """Returns it for other tokens, which `change` makes of arrays [T, ..]."""
-        if self.choice is None:
-            return self
-        return self._replace(choice=self.choice.with_tokens(change))
+        choice = None if self.choice is None else self.choice.with_tokens(change)
+        distances = None if self.distances is None else self.distances.with_tokens(change)
+        return self._replace(choice=choice, distances=distances)
 
     def reach(self, position: jax.Array) -> Window:
         """Returns how many tokens queries at these positions see at most, themselves included: one
@@ -71,6 +74,22 @@ class Scores(NamedTuple):
         if (reach := self.reach(position_RKMJ)) is not None:
             seen_RKMJ &= distance_RKMJ < reach
         return seen_RKMJ
+
+    def by_distance(
+        self, position_RM: jax.Array, key_position_RKJ: jax.Array, like: tuple[int, ...]
+    ) -> jax.Array | None:
+        """Returns what the distance to a key adds to the score of each query, in an array of
+        queries like [R, K, M, H], whose last ones may be padding; None for nothing.
+        """
+        if self.distances is None:
+            return None
+        num_rows, num_kv_heads, num_queries, _ = like
+        each = len(self.distances.weight_TNR) // num_rows
+        position_RT = position_RM[:, :: position_RM.shape[1] // each]
+        distance_RTKJ = position_RT[:, :, None, None] - key_position_RKJ[:, None]
+        score_RKMJ = self.distances.scores(distance_RTKJ, num_kv_heads)
+        missing = num_queries - score_RKMJ.shape[2]
+        return jnp.pad(score_RKMJ, ((0, 0), (0, 0), (0, missing), (0, 0)))
 
 
 class Chosen(NamedTuple):
@@ -414,7 +433,9 @@ def _sweep(
         seen_RKMJ = once(seen_RKMJ)
         padded = jnp.pad(found.values.values, ((0, 0), (0, 0), (0, 0), (0, padding)))
         values = found.values._replace(values=padded)
-        state, weight = accumulate(state, q_RKMH, found.keys, values, seen_RKMJ, asked.cap)
+        added = asked.by_distance(position_RM, found.position_RKJ, q_RKMH.shape)
+        terms = seen_RKMJ, asked.cap, added
+        state, weight = accumulate(state, q_RKMH, found.keys, values, *terms)
         if tally is not None:
             tally = tally.with_block(i, weight, state.max, seen_RKMJ[:, 0])
         return state, tally
@@ -431,10 +452,16 @@ def _sweep(
 
 
 def accumulate(
-    state: Softmax, q: jax.Array, keys: Elements, values: Elements, seen: jax.Array, cap: float
+    state: Softmax,
+    q: jax.Array,
+    keys: Elements,
+    values: Elements,
+    seen: jax.Array,
+    cap: float,
+    added: jax.Array | None = None,
 ) -> tuple[Softmax, jax.Array]:
     """Adds one block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M,
-    H]. Returns the weights [R, K, M, J] too.
+    H], whose scores get what is `added`. Returns the weights [R, K, M, J] too.
 
     Queries and weights are rounded to the dtype of keys and values. Of quantised ones the scales
     act on columns of scores and on weights, the offsets on the sums of both.
@@ -453,6 +480,8 @@ def accumulate(
         scores += total(q.astype(jnp.float32))[..., None] * keys.offset[:, :, None]
     if cap:
         scores = soft_cap(scores, cap)
+    if added is not None:
+        scores += added
     scores = jnp.where(seen, scores, MASKED)
     top = jnp.maximum(state.max, scores.max(axis=-1))
     # What is not seen gets weight 0, also where nothing is and the largest score is MASKED itself.

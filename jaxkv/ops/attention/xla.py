@@ -29,6 +29,7 @@ from jaxkv.kv.state import (
 )
 from jaxkv.ops.attention import expanded, native
 from jaxkv.ops.attention.base import Attended, Batch, Heads, LatentMaps, Needs, Place, Terms
+from jaxkv.ops.attention.distances import Distances
 from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
 from jaxkv.ops.attention.index import Choice, Entries, EntryShape
 from jaxkv.ops.attention.select import select_pages
@@ -142,6 +143,7 @@ class Xla:
             sinks_N=terms.sinks_N,
             maps=terms.maps,
             index=index,
+            distances=terms.distances,
             entry=entry,
             deterministic=self.deterministic,
         )
@@ -160,6 +162,7 @@ def read(
     sinks_N: jax.Array | None = None,
     maps: LatentMaps | None = None,
     index: Choice | None = None,
+    distances: Distances | None = None,
     entry: EntryShape | None = None,
     deterministic: bool = False,
 ) -> tuple[jax.Array, Statistics | None]:
@@ -167,13 +170,13 @@ def read(
     over those of `at.store.low`. Returns [T, N, H] float32, as wide as values are, and
     `at.statistics` with this layer's added.
 
-    maps, index: as in `base.Terms`; without maps latent queries and outputs are absorbed ones.
-    entry: of entries, that `index` chooses among then. `deterministic`: on a CPU, a query gets the
-    same bits in a decode row as in a prefill chunk.
+    maps, index, distances: as in `base.Terms`; without maps latent queries and outputs are absorbed
+    ones. entry: of entries, that `index` chooses among then. `deterministic`: on a CPU, a query
+    gets the same bits in a decode row as in a prefill chunk.
     """
     codec, q_TNH = at.store.codec, q_TNH.astype(jnp.float32)
     sinks_KG = None if sinks_N is None else sinks_N.reshape(at.store.num_kv_heads, -1)
-    asked = Scores(window, chunk, cap, sinks_KG, entry, index)
+    asked = Scores(window, chunk, cap, sinks_KG, entry, index, distances)
     of_rows = partial(_read_rows, at=at, batch=batch, asked=asked, deterministic=deterministic)
 
     def restored(out_TNH: jax.Array) -> jax.Array:
@@ -242,7 +245,8 @@ def _read_rows(
     queries what meets the pages, and `leave` of what they have found there what comes out.
     """
     # `deterministic` wants one code for pages of any kind and size.
-    handler = None if asked.choice is not None or deterministic else native.handler_for(at)
+    has_more = asked.choice is not None or asked.distances is not None
+    handler = None if has_more or deterministic else native.handler_for(at)
     is_all = handler is not None and is_wide()
     by_xla = partial(
         attend_rows,
