@@ -303,7 +303,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {
         "vocab_size": 160,
         "unpadded_vocab_size": 151,
-        "swa_num_key_value_heads": 3,
+        "swa_num_key_value_heads": 6,
         "swa_head_dim": 16,
     }
     | {"log_scaling_n_floor": 5, "mlp_layer_types": ["dense", "sparse", "sparse"]},

@@ -17,7 +17,7 @@ from jaxkv.models import decoder
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Attended, Batch, Heads, Place, Terms
-from jaxkv.ops.attention.base import refuse_chunks, refuse_index, refuse_latents
+from jaxkv.ops.attention.base import refuse_chunks, refuse_latents, refuse_xla_only
 from jaxkv.placement import PAGES, Placement, on_every_device
 from jaxkv.weights.tree import Weights
 
@@ -62,11 +62,9 @@ class Moments:
         terms: Terms,
     ) -> Attended:
         refuse_latents(terms)
-        refuse_index(terms)
+        refuse_xla_only(terms)
         if terms.cap or terms.sinks_N is not None or k_TKH is None or v_TKH is None:
             raise NotImplementedError("expected scores that may all change alike, and own keys")
-        if terms.distances is not None:
-            raise NotImplementedError("expected scores of queries and keys alone")
         out_TNH = jax.nn.dot_product_attention(
             *(x[None] for x in (q_TNH, k_TKH, v_TKH)),
             scale=terms.scale,

@@ -32,6 +32,9 @@ from jaxkv.ops.attention.index import AnyIndex
 from jaxkv.ops.matrices import HeadMatrices
 from jaxkv.pytree import pytree, static
 
+CHOSEN_ON_XLA = "attention that chooses keys by an index runs on xla"
+DISTANCES_ON_XLA = "scores by distance run on xla"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heads:
@@ -233,10 +236,14 @@ def refuse_latents(terms: Terms) -> None:
         raise NotImplementedError("latent attention: expected keys and values of each head")
 
 
-def refuse_index(terms: Terms) -> None:
-    """Raises: NotImplementedError where keys are chosen; for backends that read all."""
+def refuse_xla_only(terms: Terms) -> None:
+    """Raises: NotImplementedError for what no kernel does: keys that are chosen by an index, scores
+    by distance.
+    """
     if terms.index is not None:
-        raise NotImplementedError("attention that chooses keys by an index runs on xla")
+        raise NotImplementedError(CHOSEN_ON_XLA)
+    if terms.distances is not None:
+        raise NotImplementedError(DISTANCES_ON_XLA)
 
 
 def refuse_chunks(heads: Heads) -> None:
@@ -256,9 +263,9 @@ def runs_on_xla(heads: Heads) -> str | None:
     if not heads.head_dim:
         return "a model without attention"
     if heads.has_index:
-        return "attention that chooses keys by an index runs on xla"
+        return CHOSEN_ON_XLA
     if heads.has_distances:
-        return "scores by distance run on xla"
+        return DISTANCES_ON_XLA
     if heads.has_unlike:
         return "layers of unlike numbers of query heads run on xla"
     return None

@@ -11,8 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.kv.state import BEHIND, PageTables, Store, write
-from jaxkv.ops.attention.base import Attended, Batch, Place, Terms, refuse_statistics
-from jaxkv.ops.attention.distances import Distances
+from jaxkv.ops.attention.base import (
+    DISTANCES_ON_XLA,
+    Attended,
+    Batch,
+    Place,
+    Terms,
+    refuse_statistics,
+)
 from jaxkv.ops.attention.index import Choice, Entries
 from jaxkv.ops.attention.softmax import MASKED
 from jaxkv.ops.attention.sweep import Scores, Window
@@ -39,6 +45,8 @@ class Dense(Xla):
         store, maps, index = at.store, terms.maps, terms.index
         if isinstance(index, Entries):
             raise NotImplementedError("compressed attention runs on xla")
+        if terms.distances is not None:
+            raise NotImplementedError(DISTANCES_ON_XLA)
         if k_TKH is not None:
             store = write(store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
         if maps is not None:
@@ -55,7 +63,6 @@ class Dense(Xla):
             cap=terms.cap,
             sinks_N=terms.sinks_N,
             index=index,
-            distances=terms.distances,
         )
         return Attended(out_TNH if maps is None else maps.values_of(out_TNH), store, None)
 
@@ -71,7 +78,6 @@ def read(
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
     index: Choice | None = None,
-    distances: Distances | None = None,
 ) -> jax.Array:
     """Attends over pages that have the step's keys and values, as `xla.read` does."""
     refuse_statistics(at)
@@ -97,11 +103,7 @@ def read(
         score = index.scores(key_JX[None], seen_TJ[None], position_1T, position_1J)
         seen_TKJ &= jnp.repeat(index.choose(score)[0], index.pool, axis=2)
     slots = replace(slots, k_JKH=slots.k_JKH[:, :heads])
-    added_TKGJ = None
-    if distances is not None:
-        added_TKGJ = distances.scores(distance_TJ[:, None, None], heads)
-    q_TNH = q_TNH.astype(jnp.float32) * scale
-    return _attend(q_TNH, slots, seen_TKJ, cap=cap, sinks_N=sinks_N, added_TKGJ=added_TKGJ)
+    return _attend(q_TNH.astype(jnp.float32) * scale, slots, seen_TKJ, cap=cap, sinks_N=sinks_N)
 
 
 @pytree
@@ -145,7 +147,6 @@ def _attend(
     *,
     cap: float,
     sinks_N: jax.Array | None,
-    added_TKGJ: jax.Array | None,
 ) -> jax.Array:
     """Returns [T, N, H] float32, as wide as values are."""
     num_tokens, num_heads, head_dim = q_TNH.shape
@@ -153,7 +154,6 @@ def _attend(
     q_TKGH = q_TNH.reshape(num_tokens, heads, -1, head_dim)
     scores_TKGJ = jnp.einsum("tkgh,jkh->tkgj", q_TKGH, slots.k_JKH, precision=exact)
     scores_TKGJ = soft_cap(scores_TKGJ, cap) if cap else scores_TKGJ
-    scores_TKGJ = scores_TKGJ if added_TKGJ is None else scores_TKGJ + added_TKGJ
     seen_TKGJ = seen_TKJ[:, :, None]
     top_TKG1 = jnp.where(seen_TKGJ, scores_TKGJ, MASKED).max(axis=-1, keepdims=True)
     sink_KG1 = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(heads, -1, 1)

@@ -22,9 +22,9 @@ from jaxkv.ops.attention.base import (
     Place,
     Terms,
     refuse_chunks,
-    refuse_index,
     refuse_latents,
     refuse_statistics,
+    refuse_xla_only,
     refused_when_traced,
     runs_on_xla,
 )
@@ -123,7 +123,7 @@ class MosaicGpu:
         terms: Terms,
     ) -> Attended:
         refuse_latents(terms)
-        refuse_index(terms)
+        refuse_xla_only(terms)
         refuse_statistics(at)
         if k_TKH is None or v_TKH is None:
             raise NotImplementedError("layers that attend to what another has stored run on xla")

@@ -23,8 +23,8 @@ from jaxkv.ops.attention.base import (
     Place,
     Terms,
     refuse_chunks,
-    refuse_index,
     refuse_statistics,
+    refuse_xla_only,
     refused_when_traced,
     runs_on_xla,
 )
@@ -117,7 +117,7 @@ class PallasTpu:
         terms: Terms,
     ) -> Attended:
         refuse_statistics(at)
-        refuse_index(terms)
+        refuse_xla_only(terms)
         store, layout = at.store, _layout_of(at.store)
         codec, rank = store.codec, layout.latent_dim
         if terms.maps is not None:  # the kernel has this form alone
