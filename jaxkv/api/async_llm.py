@@ -61,7 +61,9 @@ class AsyncLLM(AsyncPoolingCalls):
 
     Takes the arguments of `LLM` and raises what that raises. It is made, with loading and
     compiling, in the calling thread; from then on the engine belongs to a thread of its own, so
-    that awaiting never blocks an event loop.
+    that awaiting never blocks an event loop. What changes the engine or draws its pages (`abort`,
+    `sleep`, `prefix_tree`, ...) waits for its turn between two steps, which may be long;
+    `describe`, `get_metrics` and `check_health` do not wait, nor does it to end an iteration.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
@@ -273,8 +275,9 @@ class AsyncLLM(AsyncPoolingCalls):
         await asyncio.to_thread(self._llm.wait_until_compiled)
 
     async def describe(self) -> str:
-        """Describes the engine as `LLM.describe` does."""
-        return await self._engine.ask(self._llm.describe)
+        """Describes the engine as `LLM.describe` does, at once, as `get_metrics` answers."""
+        self._engine.check()
+        return self._llm.describe()
 
     @asynccontextmanager
     async def record_pages(self) -> AsyncIterator[PageRecording]:

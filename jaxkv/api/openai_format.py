@@ -40,6 +40,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "priority": (0,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -264,6 +266,8 @@ def _template(keys: Keys) -> dict[str, Any]:
     kinds: dict[str, type] = {"tools": list, "chat_template_kwargs": dict}
     kinds |= {"add_generation_prompt": bool, "continue_final_message": bool}
     given = {name: keys.take(name, kind) for name, kind in kinds.items()}
+    if other := [one for one in given["tools"] or () if not isinstance(one, dict)]:
+        raise BodyError(f"tools: expected objects, got {json.dumps(other[0]):.80}", "tools")
     return {name: value for name, value in given.items() if value is not None}
 
 

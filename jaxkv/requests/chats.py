@@ -86,7 +86,6 @@ class Chats:
                 )
         try:
             text = within_time(partial(self._apply, messages))
-            return {"prompt": text, "prompt_token_ids": encode(text)}
         except TemplateSyntaxError as error:
             raise self._broken(error) from error
         except RefusedChatError:
@@ -95,6 +94,10 @@ class Chats:
             raise RefusedChatError(f"tools: {error}") from error
         except (TemplateError, *OF_TEMPLATES) as error:
             raise RefusedChatError(f"{type(error).__name__}: {error}") from error
+        try:
+            return {"prompt": text, "prompt_token_ids": encode(text)}
+        except ValueError as error:  # in the words of whoever knows what there is room for
+            raise RefusedChatError(str(error)) from error
 
     def _apply(self, messages: Sequence[Mapping[str, Any]]) -> str:
         chosen = self._options.get("chat_template"), self._options.get("tools")

@@ -33,6 +33,12 @@ prompts wait meanwhile, under a second for so many.
 CHARS_PER_TOKEN = 8
 """Above it `tokens_of` takes so many for each token of the context."""
 
+MOST_VALUES = 2**14
+"""Objects, lists, texts and numbers that a conversation may have however few tokens the context has
+room for, which is above it the limit: a template takes 5 us for each, in which steps are slower and
+other prompts wait.
+"""
+
 
 class PromptReader:
     """Turns prompts into tokens for one model and engine, and tokens into text. `lock` is the
@@ -107,10 +113,13 @@ class PromptReader:
 
         Raises: ValueError naming every bad index, or what `extra` says that is said elsewhere.
         """
+        self._check_num_values("tools", options.get("tools"))
+        self._check_num_values("chat_template_kwargs", extra)
         chats = Chats(self._model.tokenizer, extra, options, content_format)
         encode = partial(self._encode_any if any_length else self._encode, add_special_tokens=False)
 
         def rendered(messages: Any) -> dict[str, Any]:
+            self._check_num_values("messages", messages)
             with self._lock:
                 return chats.render(messages, encode)
 
@@ -222,6 +231,25 @@ class PromptReader:
         most = max(MOST_AT_ONCE, CHARS_PER_TOKEN * self._config.max_model_len)
         if count > most:
             raise ValueError(f"the prompt has {count} {what}; expected at most {most}")
+
+    def _check_num_values(self, name: str, given: Any) -> None:
+        """Refuses what a template would take seconds for, and the context has no room for: each
+        value is a token at least.
+        """
+        most = max(MOST_VALUES, limit := self._config.max_model_len)
+        count, left = 0, [given]
+        while left and count <= most:
+            one = left.pop()
+            count += 1
+            if isinstance(one, Mapping):
+                left.extend(one.values())
+            elif isinstance(one, list | tuple):
+                left.extend(one)
+        if left:
+            raise RefusedChatError(
+                f"{name}: expected at most {most} objects, lists, texts and numbers in all, got "
+                f"more. {MAX_CONTEXT} {limit} tokens"
+            )
 
     def _check_characters(self, length: int) -> None:
         """Refuses what is certainly too long, since a tokenizer takes seconds for megabytes."""

@@ -157,7 +157,7 @@ async def assert_soon_empty(llm: AsyncLLM) -> None:
     """After the commands so far, nothing is left of any request or event loop."""
     for _ in range(5):  # a generator that was forgotten is closed by a task that a callback makes
         await asyncio.sleep(0)
-    await llm.describe()
+    await llm.is_sleeping()
     for _ in range(1000):  # the thread looks after its outboxes when it has answered
         if thread_of(llm)._outboxes:
             await asyncio.sleep(0.001)
@@ -950,7 +950,7 @@ def test_death_reaches_the_one_whose_command_it_was_and_those_behind_it(make, mo
         first = [last(running), last(llm.generate(PROMPTS[0], GREEDY))]
         tasks = [asyncio.create_task(one) for one in first]
         await posted(llm, 1)
-        tasks += [asyncio.create_task(one) for one in (llm.abort("r"), llm.describe())]
+        tasks += [asyncio.create_task(one) for one in (llm.abort("r"), llm.is_sleeping())]
         await posted(llm, 3)
         gate.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -1035,15 +1035,15 @@ def test_an_output_that_cannot_be_made_does_not_hang(make, monkeypatch, deaths, 
 def test_an_error_in_a_command_is_its_caller_s(llm, monkeypatch):
     error = OSError("no such line")
 
-    def describe() -> None:
+    def reset() -> None:
         raise error
 
     async def main() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(blocking(llm), "describe", describe)
+            patch.setattr(blocking(llm), "reset_prefix_cache", reset)
             with pytest.raises(OSError, match="no such line"):
-                await llm.describe()
-        await llm.describe()
+                await llm.reset_prefix_cache()
+        await llm.reset_prefix_cache()
 
     run(main())
 

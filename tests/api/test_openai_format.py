@@ -126,6 +126,7 @@ NEUTRAL = {
     "use_beam_search": False,
     "length_penalty": 1.0,
     "priority": 0,
+    "return_token_ids": False,
     "include_reasoning": True,
     "echo": False,
     "spaces_between_special_tokens": True,

@@ -494,16 +494,16 @@ def test_tasks_of_an_event_loop_get_what_llm_returns(tmp_path, monkeypatch):
             for turns in (0, 5):
                 task = asyncio.create_task(served.embed([PROMPTS[3][i:] for i in range(60)]))
                 for _ in range(turns):
-                    await served.describe()
+                    await served.is_sleeping()
                 await asyncio.sleep(0)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-                await served.describe()
+                await served.is_sleeping()
                 assert not engine_of(served).has_work
                 engine_of(served).check()
             left = asyncio.create_task(served.embed([PROMPTS[3][i:] for i in range(60)]))
-            await served.describe()
+            await served.is_sleeping()
         for late in (left, served.embed(PROMPTS)):
             with pytest.raises(EngineDeadError, match="shut down"):
                 await late

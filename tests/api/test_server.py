@@ -833,6 +833,7 @@ def test_vectors_take_places_until_they_are_made_or_their_client_goes(pooling):
         ),
         ("chat/completions", {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
         ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice", "required"),
+        ("chat/completions", {"tools": [*TOOLS, 1]}, 400, "tools", "expected objects, got 1"),
         ("chat/completions", {"chat_template": "x"}, 400, "chat_template", "not supported"),
     ],
 )
@@ -910,7 +911,8 @@ def test_unknown_paths_methods_and_keys_of_other_routes_get_openais_error(server
         assert error_of(server.ask(path)) == (404, None, told)
     assert error_of(server.ask("/health/"))[0] == 404
     assert error_of(server.ask("/v1/models/other"))[:2] == (404, "model")
-    assert error_of(server.ask("/v1/completions"))[0] == 405
+    refused = error_of(server.ask("/v1/completions"))
+    assert refused == (405, None, "GET /v1/completions: expected POST")
     assert error_of(server.ask("/tokenize", {}))[:2] == (400, "prompt")
     long = {"role": "user", "tool_calls": [{"function": {"arguments": "9" * 5000}}]}
     assert error_of(server.ask("/tokenize", {"messages": [long]}))[:2] == (400, "messages")
@@ -1166,6 +1168,7 @@ def test_a_step_that_does_not_end_is_told_of(server, llm, monkeypatch):
         assert is_in.wait(PATIENCE_S)
         assert server.ask("/health")[0] == 200
         assert "jaxkv:num_requests_waiting 1" in server.ask("/metrics")[2].splitlines()
+        assert "0 pages in use" in asyncio.run(asyncio.wait_for(llm.describe(), PATIENCE_S))
         patch.setattr(engine_thread, "STUCK_S", -1.0)  # every step is too long
         for path in ("/health", "/ping"):
             status, _, message = error_of(server.ask(path))

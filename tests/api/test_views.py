@@ -69,7 +69,7 @@ def test_an_async_llm_records_and_draws_the_same(llm, checkpoint):
             engine.watchers.append(lambda scheduler: seen.append(scheduler.allocator.num_used))
             async with served.record_pages() as pages:
                 first = [one async for one in served.generate(PROMPTS[0], GREEDY)][-1]
-            await served.describe()
+            await served.is_sleeping()
             num_recorded = pages.num_steps
             again = [one async for one in served.generate(PROMPTS[0], GREEDY)][-1]
             assert again.outputs[0].token_ids == first.outputs[0].token_ids

@@ -107,6 +107,14 @@ def test_what_a_template_drops_or_prints_as_a_list_is_refused(tokenizer, templat
         rendered(tokenizer, template, ("system", [A, B]), ("user", "one by one"))
 
 
+def test_a_template_may_write_the_messages_in_another_order(tokenizer):
+    template = (
+        "{% for m in messages | reverse %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+        "{% endfor %}"
+    )
+    assert rendered(tokenizer, template, ("system", [A]), ("user", [B])) == "ofThe end"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

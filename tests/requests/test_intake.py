@@ -20,6 +20,7 @@ from jaxkv.config import EngineConfig, SamplingParams
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, read_family
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
+from jaxkv.requests import reading
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.masks import encode_words
 from jaxkv.requests.request import Request, Submission
@@ -553,6 +554,21 @@ def test_what_a_template_never_reads_is_refused(intake):
     assert intake.render([[USER]], {}, tools=[], chat_template=plain)
 
 
+def test_what_a_template_would_take_long_for_never_reaches_it(intake, monkeypatch):
+    monkeypatch.setattr(reading, "MOST_VALUES", most := 4 * MAX_LEN)
+    given = {"chat_template": "{{ tools }}{{ mark }}{{ messages[0].role }}"}
+    fits = [USER] * (most // 3)
+    assert intake.render([fits], **given)
+    for conversation, tools, extra, name in (
+        ([*fits, USER], None, None, "conversation 1: messages"),
+        ([USER], [{"function": {"parameters": [1] * most}}], None, "tools"),
+        ([USER], None, {"mark": [[0] * most]}, "chat_template_kwargs"),
+    ):
+        message = f"^{name}: expected at most {most} objects, .* context length is {MAX_LEN} tokens"
+        with pytest.raises(ValueError, match=message):
+            intake.render([[USER], conversation], extra, tools=tools, **given)
+
+
 @pytest.mark.parametrize(
     ("extra", "expected"),
     [
@@ -637,7 +653,7 @@ def test_a_message_without_a_role_is_a_value_error(intake, role):
 
 
 def test_half_a_surrogate_pair_in_a_conversation_is_a_value_error(intake):
-    with pytest.raises(ValueError, match="conversation 0: "):
+    with pytest.raises(ValueError, match=r"^conversation 0: the prompt is not valid Unicode: "):
         intake.render([[{"role": "user", "content": "\ud83d"}]], add_generation_prompt=True)
 
 

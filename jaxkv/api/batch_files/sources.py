@@ -188,11 +188,12 @@ def _refuse_constant(name: str) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if repeated := sorted(
-        key for key, count in Counter(key for key, _ in pairs).items() if count > 1
-    ):
-        raise ValueError(f"expected each key once, got several of {', '.join(repeated)}")
-    return dict(pairs)
+    whole = dict(pairs)
+    if len(whole) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        repeated = ", ".join(sorted(key for key, count in counts.items() if count > 1))
+        raise ValueError(f"expected each key once, got several of {repeated}")
+    return whole
 
 
 def _check_depth(value: Any, left: int) -> None:

@@ -299,6 +299,13 @@ class App:
             path = request.scope["path"]
             hint = "" if path.startswith("/v1/") else "; a client's base_url ends with /v1"
             error = Refusal(404, f"{request.method} {path:.200}: nothing is answered here{hint}")
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            asked, headers = (
+                f"{request.method} {request.scope['path']:.200}",
+                dict(error.headers or {}),
+            )
+            message = f"{asked}: expected {headers.get('Allow', 'another method')}"
+            error = Refusal(405, message, headers=headers)
         return as_refusal(error).response()
 
     async def _on_dead_engine(self, request: Request, error: Exception) -> Response:
