@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxkv.build.codecs import Codecs, check_keys, describe_codecs, exact_layers, group_codecs
+from jaxkv.build.codecs import (
+    Codecs,
+    check_keys,
+    check_widths,
+    describe_codecs,
+    exact_layers,
+    group_codecs,
+)
 from jaxkv.build.limits import are_alike, auto_dtype, auto_page_size, make_limits, with_windows
 from jaxkv.build.memory import Budget, Memory
 from jaxkv.build.options import ABOUT, EngineOptions
@@ -600,6 +607,7 @@ def _under_policy(everything: Blueprint) -> Blueprint:
     if low is not None:
         for codec in low:
             check_keys(everything.spec, codec)
+        check_widths(everything.spec, low)
         ratio = everything._page_nbytes(low) / everything._page_nbytes(codecs)
         if ratio >= 1:
             raise ValueError(

@@ -59,7 +59,25 @@ def group_codecs(
         )
     check_keys(spec, codec)
     plain = get_codec("auto", platform=platform, dtype=dtype)
-    return tuple(plain if exact.issuperset(group.layers) else codec for group in spec.groups)
+    codecs = tuple(plain if exact.issuperset(group.layers) else codec for group in spec.groups)
+    check_widths(spec, codecs)
+    return codecs
+
+
+def check_widths(spec: ModelSpec, codecs: Codecs) -> None:
+    """Raises: ValueError for heads of a size that a codec does not have, with the model's own size
+    where pages hold more of them.
+    """
+    for group, codec in zip(spec.groups, codecs, strict=True):
+        try:
+            codec.width(group.head_dim)
+        except ValueError as error:
+            if group.head_dim == spec.head_dim:
+                raise
+            raise ValueError(
+                f"{error}, since pages hold more of {spec.family}'s heads than their "
+                f"{spec.head_dim} numbers: int8 takes any size"
+            ) from error
 
 
 def check_keys(spec: ModelSpec, codec: Codec) -> None:

@@ -14,11 +14,12 @@ import pytest
 
 import families
 from jaxkv import LLM, BeamSearchParams, SamplingParams
+from jaxkv.build.codecs import group_codecs
 from jaxkv.build.model import CALIBRATION, DEMO, FIT_TOKENS, calibration_tokens
 from jaxkv.build.tokenizer import load_tokenizer
 from jaxkv.errors import CheckpointError
 from jaxkv.kv.codecs import CODECS, PlainCodec
-from jaxkv.models.families import read_config, read_family
+from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.testing import blueprint_of, engine_of, intake_of, model_of
 from poison import poisoned
@@ -54,6 +55,13 @@ def make(directory: Path, codec: str, **options: object) -> LLM:
         lazy_compile=True,
         **options,
     )
+
+
+def test_a_size_of_heads_that_a_codec_does_not_have_is_the_model_s_own():
+    spec, _ = read_family(ConfigReader(families.text_config("doge"), "config.json"))
+    message = r"turboquant4 expects .* multiple of 8, got 10, since .* doge's heads than their 8 "
+    with pytest.raises(ValueError, match=message):
+        group_codecs(spec, "turboquant4", None, platform="cpu", dtype="float32")
 
 
 def prompts(*lengths: int) -> list[dict]:
