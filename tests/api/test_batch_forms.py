@@ -388,7 +388,7 @@ def test_any_text_is_a_custom_id_and_the_first_line_with_it_counts(rows_of):
     assert {row["response"]["body"]["usage"]["completion_tokens"] for row in counted} == {1}
     (twice,) = (row for row in rows if row.get("error") and "custom_id" in row)
     assert (twice["id"], twice["custom_id"]) == (f"batch_req_line_{len(ids) + 1}", None)
-    assert "expected one that no line above has, got '0'" in message_of(twice)
+    assert "custom_id: expected one that no line above has, got '0'" in message_of(twice)
     assert {"text", "error"} == {
         key for row in rows for key in ("text", "error") if key in row and "custom_id" not in row
     }

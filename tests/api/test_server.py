@@ -880,7 +880,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused_by_its_key(server, monkeyp
         (b'{"prompt": NaN}', "NaN"),
         (b'{"prompt": "a", "prompt": "b"}', "each key once"),
         (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", "nested"),
-        (b'{"prompt": "\xff"}', "utf-8"),
+        (b'{"prompt": "\xff"}', "body: expected JSON in UTF-8, not compressed, got"),
     ],
 )
 def test_a_body_that_is_no_object_is_refused(server, body, says):
@@ -1195,6 +1195,8 @@ def test_the_command_says_what_is_wrong_before_it_loads_anything(capsys):
         port = taken.getsockname()[1]
         assert cli.main(["serve", "--port", str(port)]) == 2
         assert f"127.0.0.1, port {port}: Address already in use" in capsys.readouterr().err
+    assert cli.main(["serve", "--host", "nowhere.invalid"]) == 2
+    assert "host: expected an address of this machine, got" in capsys.readouterr().err
     assert cli.main(["serve", "--port", "-1"]) == 2
     assert "port: expected a number from 0 to 65535, got -1" in capsys.readouterr().err
     assert cli.main(["serve", "--api-key", " "]) == 2

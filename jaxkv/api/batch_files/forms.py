@@ -9,7 +9,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxkv.config import SamplingParams, is_int, nearest_parameter
 from jaxkv.lora.request import LoRARequest
@@ -100,6 +100,9 @@ class Form(ABC):
     A form tells its rows from those of others, and every row begins with the key "id".
     """
 
+    id_key: ClassVar[str]
+    """The key of a line that has its id."""
+
     @abstractmethod
     def id_of(self, line: Mapping[str, Any]) -> LineId:
         """Returns the id of a line. Raises: ValueError if it has none."""
@@ -146,6 +149,8 @@ class Plain(Form):
     """Is jaxkv's own form: {"id", "prompt" or "prompt_token_ids" or "messages", "params"}, and
     "model" for an adapter.
     """
+
+    id_key = "id"
 
     def id_of(self, line: Mapping[str, Any]) -> LineId:
         line_id: Any = line.get("id")

@@ -27,6 +27,8 @@ _NOT_BUILT = ("/v1/responses", "/v1/moderations")
 class OpenAI(Form):
     """Is the form of OpenAI's batches, for chats, completions and embeddings."""
 
+    id_key = "custom_id"
+
     def id_of(self, line: Mapping[str, Any]) -> LineId:
         custom_id = line.get("custom_id")
         if not isinstance(custom_id, str):

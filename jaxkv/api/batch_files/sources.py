@@ -172,6 +172,8 @@ def parse(raw: bytes | None, max_bytes: int) -> dict[str, Any]:
             raw.decode("utf-8-sig"), parse_constant=_refuse_constant, object_pairs_hook=_unique
         )
         _check_depth(value, MAX_DEPTH)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected JSON in UTF-8, not compressed, got {error}") from error
     except json.JSONDecodeError as error:
         raise ValueError(
             f"expected JSON, got an error at character {error.pos}: {error.msg}"

@@ -55,7 +55,8 @@ class Unanswered:
         if line.line_id is None:
             return line
         if line.line_id in self._seen:
-            message = f"id: expected one that no line above has, got {line.line_id!r:.300}"
+            key = line.form.id_key
+            message = f"{key}: expected one that no line above has, got {line.line_id!r:.300}"
             return replace(line, line_id=None, refusal=message)
         self._seen.add(line.line_id)
         return line

@@ -74,9 +74,14 @@ class Server(uvicorn.Server):
 
 def listen(options: ServeOptions) -> socket.socket:
     """Takes the address, at which nobody is answered before the server runs. Raises: OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    asked = options.host, options.port
+    try:
+        found = socket.getaddrinfo(*asked, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise OSError(
+            f"host: expected an address of this machine, got {options.host!r}: {error.strerror}"
+        ) from error
+    family, kind, protocol, _, address = found[0]
     taken = socket.socket(family, kind, protocol)
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
