@@ -215,7 +215,9 @@ def _read_completion(keys: Keys, defaults: SamplingParams) -> Asked:
     changes = _sampling(keys)
     has_output = changes.get("max_tokens") != 0 or not echo
     if not has_output:
-        changes |= {"max_tokens": 1, "min_tokens": 0}
+        # Whatever the one token is, it is not an end that anybody sees.
+        changes |= {"max_tokens": 1, "min_tokens": 0, "ignore_eos": True}
+        changes |= {"stop": None, "stop_token_ids": None}
     changes |= {"logprobs": top, "prompt_logprobs": top if echo else None}
     if keys.take("best_of", int, n := changes.get("n", 1)) != n:
         raise BodyError(f"best_of: expected the same as n ({n}): nothing is ranked", "best_of")
@@ -466,7 +468,7 @@ class Answer:
         for index in first if self._is_chat else ():
             if index not in self._sent:
                 delta = {"role": "assistant", "content": ""}
-                yield self._chunk([_choice(index, {"delta": delta}, None, None)])
+                yield self._chunk([_choice(index, {"delta": delta}, None)])
         for choice in self._choices(number, output, "delta"):
             yield self._chunk([choice])
 
@@ -507,7 +509,7 @@ class Answer:
             sent.num_chars += len(text)
             sent.num_tokens += len(tokens)
             sent.is_ended = reason is not None
-            yield _choice(index, self._said(text, form), scores, reason)
+            yield _choice(index, self._said(text, form), scores, reason, one.stop_reason)
 
     def _said(self, text: str, form: str) -> dict[str, Any]:
         if not self._is_chat:
@@ -598,9 +600,15 @@ def _ranked(scores: Scores, top: int, token: int | None = None) -> list[tuple[in
 
 
 def _choice(
-    index: int, said: dict[str, Any], scores: dict[str, Any] | None, reason: str | None
+    index: int,
+    said: dict[str, Any],
+    scores: dict[str, Any] | None,
+    reason: str | None = None,
+    by: str | int | None = None,
 ) -> dict[str, Any]:
-    return {"index": index, **said, "logprobs": scores, "finish_reason": reason}
+    """Writes a choice. by: the stop string or token that has ended it, which vLLM tells too."""
+    ended = {"finish_reason": reason, "stop_reason": by}
+    return {"index": index, **said, "logprobs": scores, **ended}
 
 
 def _finish_reason(reason: str | None) -> str | None:

@@ -178,7 +178,7 @@ def _read_scores(keys: Keys) -> AskedScores:
 def _read_ranking(keys: Keys) -> AskedRanking:
     """Reads vLLM's request for documents in the order in which they fit a query; top_n 0 is all."""
     query, documents = keys.take("query", str), _texts(keys, "documents")
-    if query is None:
+    if not query:
         raise BodyError("query: expected a text, got none", "query")
     return AskedRanking(
         first=[query],
@@ -214,6 +214,8 @@ def _texts(keys: Keys, key: str) -> list[str]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not texts or not all(isinstance(x, str) for x in texts):
         raise BodyError(f"{key}: expected a text or a list of texts, got {given!r:.80}", key)
+    if "" in texts:  # which the engine would count among the prompts of both sides
+        raise BodyError(f"{key}: expected texts, got an empty one at {texts.index('')}", key)
     return texts
 
 

@@ -208,6 +208,12 @@ def test_answers_are_json_without_infinities_and_bytes_of_part_of_a_character_ar
     assert choice["logprobs"]["content"] == [entry]
 
 
+def test_the_token_behind_a_bare_echo_ends_nothing():
+    asked = read(COMPLETIONS, echo=True, max_tokens=0, min_tokens=1, stop="b", stop_token_ids=[3])
+    assert asked.params == replace(DEFAULTS, max_tokens=1, ignore_eos=True)
+    assert not asked.has_output
+
+
 def test_a_stream_shows_what_is_new_and_an_end_once():
     answer = Answer(asked=read(COMPLETIONS, n=2), model="m", decode=lambda _: "?")
     first, second = (

@@ -341,7 +341,7 @@ def tokens_of(llm: AsyncLLM, text: str) -> list[int]:
     return asyncio.run(llm.get_tokenizer()).encode(text, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("changes", [{}, {"echo": True, "logprobs": 2}, {"stop": ["e"]}])
+@pytest.mark.parametrize("changes", [{}, {"echo": True, "logprobs": 2}, {"stop": [*"aeinst"]}])
 def test_a_stream_has_what_a_whole_answer_has(server, client, monkeypatch, changes):
     made, news = [], engine_thread._Live.news
     monkeypatch.setattr(
@@ -365,7 +365,7 @@ def test_a_stream_has_what_a_whole_answer_has(server, client, monkeypatch, chang
             before["scores"] += one.logprobs.top_logprobs
             before["offsets"] += one.logprobs.text_offset
         if one.finish_reason:
-            before["reason"] = one.finish_reason
+            before["reason"] = one.finish_reason, one.stop_reason
     assert len(chunks) > len(got) == len(whole.choices)
     for one in whole.choices:
         scores = one.logprobs.top_logprobs if one.logprobs else []
@@ -374,9 +374,12 @@ def test_a_stream_has_what_a_whole_answer_has(server, client, monkeypatch, chang
             "text": one.text,
             "scores": scores,
             "offsets": offsets,
-            "reason": one.finish_reason,
+            "reason": (one.finish_reason, one.stop_reason),
         }
         assert got[one.index] == expected
+    if "stop" in changes:
+        stopped = {one.stop_reason for one in whole.choices if one.finish_reason == "stop"}
+        assert stopped & {*changes["stop"]}
     assert last.choices == []
     assert last.usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(
         exclude={"prompt_tokens_details"}
@@ -741,7 +744,10 @@ def test_scores_and_rankings_are_those_of_the_engine(pooling):
         ("score", {"text_1": "a"}, "text_2", "a text or a list of texts"),
         ("score", {"text_1": ["a", "b"], "text_2": "a"}, "text_1", "one text or 1"),
         ("score", {"text_1": "a", "text_2": ["b", [1]]}, "text_2", "a list of texts"),
+        ("score", {"text_1": ["a", ""], "text_2": ["b", "c"]}, "text_1", "an empty one at 1"),
         ("rerank", {"documents": ["a"]}, "query", "expected a text"),
+        ("rerank", {"query": "", "documents": ["a"]}, "query", "expected a text, got none"),
+        ("rerank", {"query": "a", "documents": ["b", ""]}, "documents", "an empty one at 1"),
         ("rerank", {"query": "a", "documents": []}, "documents", "a list of texts"),
         ("rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", ">= 0"),
         ("completions", {"prompt": "a"}, "model", "makes vectors and scores"),
@@ -790,6 +796,7 @@ def test_vectors_take_places_until_they_are_made_or_their_client_goes(pooling):
         ("completions", {"prompt": ""}, 400, "prompt", "empty"),
         ("completions", {"prompt": "long " * 200}, 400, "prompt", "tokens; expected at most"),
         ("completions", {"prompt": [1, 999]}, 400, "prompt", "token ids from 0"),
+        ("completions", {"prompt": [[1], [999]]}, 400, "prompt", "[999] (prompt 1 of the 2)"),
         ("completions", {"prompt": "\ud800"}, 400, "prompt", "Unicode"),
         ("completions", {"logprobs": 21}, 400, "logprobs", "at most 20, got 21"),
         ("completions", {"n": 2, "temperature": 0}, 400, "n", "expected 1 with greedy"),

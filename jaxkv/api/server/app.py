@@ -389,14 +389,21 @@ async def _send_event(send: Send, data: str) -> None:
 async def _merged(
     streams: Sequence[AsyncGenerator[RequestOutput]],
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Yields (number of the stream, output), whichever comes first, until each has ended."""
+    """Yields (number of the stream, output), whichever comes first, until each has ended. Raises:
+    what one of them raises, with its number where that is about its prompt.
+    """
     waiting = {_next(stream): number for number, stream in enumerate(streams)}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 number = waiting.pop(task)
-                output = task.result()
+                try:
+                    output = task.result()
+                except ValueError as error:
+                    if len(streams) == 1 or isinstance(error, CheckpointError):
+                        raise
+                    raise ValueError(f"{error} (prompt {number} of the {len(streams)})") from error
                 if not output.finished:
                     waiting[_next(streams[number])] = number
                 yield number, output
