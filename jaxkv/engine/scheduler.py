@@ -102,8 +102,6 @@ class Scheduler:
 
         Where it `needs_results`, what steps have returned must have been read before.
         """
-        if self._copies or self.eviction.undone:
-            self._drop_undone()
         self._publish_and_let_go()
         if self.bounded:
             self._trim()
@@ -151,15 +149,6 @@ class Scheduler:
             slot = request.hold.keep_state()
             if slot is not None and request.row is not None:
                 self._state_copies.append((request.row, slot))
-
-    def _drop_undone(self) -> None:
-        """Preempts requests whose copies or demotions an interrupt kept from being made: these
-        pages hold nothing.
-        """
-        undone = self.eviction.undone
-        for request in list(self.running):
-            if request in self._copies or request.hold in undone:
-                self._preempt(request)
 
     def launched(self, plan: StepPlan | LoopPlan) -> list[tuple[Request, int]]:
         """Counts what the plan stores and samples as done from now on, before anybody has read it.
@@ -621,8 +610,7 @@ class Scheduler:
         self.allocators.check([request.hold for request in (*self.running, *self.leaving)])
         if self.bounded != {one for one in self.running if one.hold.retention is not None}:
             raise RuntimeError("requests with a policy are not the running ones that have one")
-        if not self.eviction.undone.keys() <= {request.hold for request in self.bounded}:
-            raise RuntimeError("a page is to be demoted for a hold that nobody has any more")
+        self.eviction.check({request.hold for request in self.bounded})
         rows = [request.row for request in self.running] + self._free_rows
         if sorted(rows, key=str) != sorted(range(self.config.max_num_seqs), key=str):
             raise RuntimeError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,11 +31,6 @@ class Eviction:
         """Lists what is to be encoded anew before the next step, in this order."""
         return tuple(pair for pairs in self._demotions.values() for pair in pairs)
 
-    @property
-    def undone(self) -> Mapping[Hold, Pairs]:
-        """Demotions that were planned and not made."""
-        return self._demotions
-
     def done(self) -> None:
         """Notes that all demotions are made."""
         self._demotions.clear()
@@ -44,6 +38,11 @@ class Eviction:
     def forget(self, hold: Hold) -> None:
         """Drops the demotions of a hold that is released."""
         self._demotions.pop(hold, None)
+
+    def check(self, holds: set[Hold]) -> None:
+        """Raises RuntimeError if anything is to be demoted for a hold that is none of these."""
+        if not self._demotions.keys() <= holds:
+            raise RuntimeError("a page is to be demoted for a hold that nobody has any more")
 
     def measures(self, holds: list[Hold]) -> Measures:
         """Returns what the policies of these holds, which are asked next, want measured."""

@@ -553,7 +553,7 @@ def test_requests_that_forget_disturb_nobody_and_hold_what_is_theirs(name, searc
     traffic = Traffic(config, seed=6, searches=searches, budgets=0.6)
     check(traffic, num_steps=500)
     one = traffic.scheduler
-    assert (one.allocators.low.num_used, one.bounded, one.eviction.undone) == (0, set(), {})
+    assert (one.allocators.low.num_used, one.bounded, one.eviction.demotions) == (0, set(), ())
     assert one.eviction.outcomes["dropped"] > 100
     assert bool(traffic.num_demoted) is bool(config.low_row_pages)
 
