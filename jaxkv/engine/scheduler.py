@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from itertools import compress
 
 from jaxkv.config import EngineConfig
@@ -405,35 +406,29 @@ class Scheduler:
         some of these.
         """
         short, is_search = [], False
-        for item in work:
-            request, count = item
+        for request, count in work:
             hold = request.hold
-            if hold.num_stored + count > hold.room_len or request.beams:
-                short.append(item)
+            length = hold.num_stored + count
+            if length > hold.room_len or request.beams:
+                short.append((request, length))
                 is_search = is_search or bool(request.beams)
-        if not is_search and self._reserve_at_once(short):
-            return work
-        for request, count in short:
-            self._reserve(request, request.hold.num_stored + count)
+        if not is_search:
+            with suppress(CapacityError):
+                self.allocators.extend([(request.hold, length) for request, length in short])
+                return work
+        for request, length in short:
+            self._reserve(request, length)
         return [item for item in work if item[0].row is not None]
 
-    def _reserve_at_once(self, short: list[tuple[Request, int]]) -> bool:
-        """Reserves pages for so many more tokens of all of these, if there are."""
-        holds = [(request.hold, count) for request, count in short]
-        try:
-            self.allocators.extend(holds)
-        except CapacityError:
-            return False
-        return True
-
     def _reserve(self, request: Request, length: int) -> None:
+        hold = request.hold
         while request.row is not None:
             try:
-                if request.beams:  # only they share the page that they write to
-                    copies = request.hold.own_tail()
-                    if copies:
-                        self._copies[request] = copies
-                request.hold.extend(length)
+                # Only beams share the page that they write to.
+                if request.beams and (copies := hold.own_tail()):
+                    self._copies[request] = copies
+                if length > hold.room_len:
+                    self.allocators.extend([(hold, length)])
                 return
             except CapacityError:
                 self._make_room()

@@ -42,13 +42,13 @@ class Allocators:
         self.low = PageAllocator(config.num_low_pages, config.block_size)
 
     def extend(self, short: Sequence[tuple[Hold, int]]) -> None:
-        """Reserves pages for so many more tokens of each hold, none of which has room for all of
-        them.
+        """Reserves pages for as many tokens of each hold as stand beside it, counted from the
+        sequence's beginning on. None may have room for a page more than that already.
 
         Raises: CapacityError, with nothing changed, if there are too few for all holds.
         """
         size, end = self.page_size, 0
-        needed = [-((hold.room_len - hold.num_stored - count) // size) for hold, count in short]
+        needed = [-((hold.room_len - length) // size) for hold, length in short]
         new = self.pages.take(sum(needed) * len(self.config.windows))
         for (hold, _), num_pages in zip(short, needed, strict=True):
             for part in hold.parts:
@@ -294,20 +294,6 @@ class Hold:
             bound_len=0,
         )
 
-    def extend(self, length: int) -> None:
-        """Reserves pages for the sequence's first `length` tokens.
-
-        Raises: CapacityError, with nothing changed, if there are too few.
-        """
-        missing = length - self.room_len
-        if missing <= 0:
-            return
-        num_pages = -(-missing // self.page_size)
-        new = self.parts[0].allocator.take(num_pages * len(self.parts))
-        for part in self.parts:
-            part.pages += new[part.number * num_pages : (part.number + 1) * num_pages]
-        self.room_len += num_pages * self.page_size
-
     def extend_seen(self, length: int) -> None:
         """Reserves pages for the first `length` tokens, which fill them, but for those that no
         query sees which comes after them.
@@ -420,13 +406,20 @@ class Hold:
 
     def find_kept(
         self, tokens: array[int], most: int, is_kept: Callable[[bytes], bool]
-    ) -> tuple[int, list[tuple[int, bytes]]]:
+    ) -> tuple[int, list[list[tuple[int, bytes]]]]:
         """Finds what continues what it holds with these tokens, up to the first `most`, where pages
-        are kept elsewhere too. Returns how many tokens, and the pages of all tables with their
-        keys.
+        are kept elsewhere too. Returns how many pages of tokens, and the pages of each table with
+        their keys.
         """
-        num_found, pairs = self._find_kept(tokens, most, is_kept)
-        return num_found * self.page_size, [pair for own in pairs for pair in own]
+        if (first := self.next_page(most)) is None:
+            return 0, [[] for _ in self.parts]
+        end = min(most, self._most_cached) // self.page_size
+        num_found, found = self._find_cached(first, end, tokens, is_kept)
+        end, pairs = first + num_found, []
+        for part, pages in zip(self.parts, found, strict=True):
+            keys = part.keys(self.chain.pages(end - len(pages), end, tokens, self.page_size))
+            pairs.append([(page, key) for page, (key, _) in zip(pages, keys, strict=True)])
+        return num_found, pairs
 
     def take_kept(
         self, tokens: array[int], most: int, is_kept: Callable[[bytes], bool]
@@ -434,7 +427,7 @@ class Hold:
         """Takes what `find_kept` finds. Returns new pages, and the keys of what is to be written to
         them before anything reads them; takes nothing where there is no room for that.
         """
-        num_found, pairs = self._find_kept(tokens, most, is_kept)
+        num_found, pairs = self.find_kept(tokens, most, is_kept)
         allocator, first = self.parts[0].allocator, self.num_stored // self.page_size
         listed = [page for own in pairs for page, _ in own if page != ELSEWHERE]
         allocator.share(listed)  # before others are evicted
@@ -454,20 +447,6 @@ class Hold:
         if loads:
             self._set_published(first)
         return loads
-
-    def _find_kept(
-        self, tokens: array[int], most: int, is_kept: Callable[[bytes], bool]
-    ) -> tuple[int, list[list[tuple[int, bytes]]]]:
-        """Returns how many pages of tokens were found, and those of each table with their keys."""
-        if (first := self.next_page(most)) is None:
-            return 0, [[] for _ in self.parts]
-        end = min(most, self._most_cached) // self.page_size
-        num_found, found = self._find_cached(first, end, tokens, is_kept)
-        end, pairs = first + num_found, []
-        for part, pages in zip(self.parts, found, strict=True):
-            keys = part.keys(self.chain.pages(end - len(pages), end, tokens, self.page_size))
-            pairs.append([(page, key) for page, (key, _) in zip(pages, keys, strict=True)])
-        return num_found, pairs
 
     def _with_state(
         self, first: int, num_found: int, found: list[list[int]], tokens: array[int]

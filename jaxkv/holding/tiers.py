@@ -87,11 +87,13 @@ class Tiers:
         disk, host = self.disk, self.host
         hold.begin(allocators)
         on_device, _ = hold.find_kept(tokens, most, nowhere)
-        num_tokens, found = hold.find_kept(tokens, most, lambda key: key in disk or key in host)
+        num_found, pairs = hold.find_kept(tokens, most, lambda key: key in disk or key in host)
         hold.release()
+        found = [pair for own in pairs for pair in own]
         missing = [key for page, key in found if page == ELSEWHERE and key not in host]
         disk.used([key for _, key in found])
-        pays = missing and self.costs.pays(len(missing), num_tokens - on_device, is_busy=is_busy)
+        num_tokens = (num_found - on_device) * allocators.page_size
+        pays = missing and self.costs.pays(len(missing), num_tokens, is_busy=is_busy)
         self._reads[hold] = _Read(self.disk.read(missing), len(missing)) if pays else None
 
     def is_coming(self, hold: Hold) -> bool:

@@ -137,7 +137,7 @@ def test_bytes_per_token_are_those_of_pages_in_use(changes, num_low, expected):
     config = replace(ENGINE, **changes)
     allocators, hold = Allocators(config), Hold(PageChain(b""), 20)
     hold.begin(allocators)
-    hold.extend(20)
+    allocators.extend([(hold, 20)])
     hold.advance(20)
     allocators.low.take(num_low)
     ids = array("i", range(20))

@@ -26,7 +26,7 @@ def begun(pages: Allocators, length: int = 0, *, room: int = 0, prompt_len: int 
     """A hold with so many tokens stored, and pages for `room`."""
     hold = Hold(PageChain(b"root"), prompt_len)
     hold.begin(pages)
-    hold.extend(max(length, room))
+    pages.extend([(hold, max(length, room))])
     hold.advance(length)
     return hold
 
@@ -37,7 +37,7 @@ def bounded(pages: Allocators, length: int) -> Hold:
     retention = Retention(policy=policy, page_size=SIZE, full_pages=4, low_pages=2)
     hold = Hold(PageChain(b"root"), 0, retention)
     hold.begin(pages)
-    hold.extend(length)
+    pages.extend([(hold, length)])
     hold.advance(length)
     return hold
 
@@ -48,7 +48,7 @@ def test_an_empty_hold_has_nothing_and_a_released_one_gave_all_back():
     assert hold.is_empty
     assert hold.handle() == KVHandle()
     hold.begin(pages)
-    hold.extend(20)
+    pages.extend([(hold, 20)])
     hold.advance(17)
     pages.check([hold])
     assert (hold.room_len, hold.handle().length, pages.pages.num_used) == (24, 17, 3)
@@ -62,13 +62,13 @@ def test_an_empty_hold_has_nothing_and_a_released_one_gave_all_back():
 def test_holds_that_are_extended_together_get_pages_or_none_of_them_does():
     pages = allocators(num_pages=4)
     one, two = begun(pages, 8), begun(pages, 3)
-    pages.extend([(one, 1), (two, 6)])
+    pages.extend([(one, 9), (two, 9)])
     assert (one.room_len, two.room_len) == (16, 16)
     pages.check([one, two])
     with pytest.raises(CapacityError):
-        pages.extend([(one, 9), (two, 14)])
+        pages.extend([(one, 17), (two, 17)])
     with pytest.raises(CapacityError):
-        one.extend(17)
+        pages.extend([(one, 17)])
     assert (one.room_len, two.room_len) == (16, 16)
     pages.check([one, two])
 
@@ -85,7 +85,7 @@ def test_a_fork_shares_pages_and_nothing_that_can_be_changed():
     hold = bounded(pages, 32)
     hold.kept.low, hold.kept.low_first = pages.low.take(2), [8, 16]
     hold.trim({1, 2})
-    hold.extend(38)
+    pages.extend([(hold, 38)])
     hold.advance(5)
     hold.chain.page(0, TOKENS, SIZE)
     twin = hold.fork()
@@ -137,7 +137,7 @@ def test_what_goes_is_given_back_and_positions_say_what_stayed():
     hold.trim({1, 3})
     assert hold.handle() == KVHandle((first, third), 16)
     assert (hold.room_len, hold.bound_len, hold.evict_len) == (32, 0, 48)
-    hold.extend(40)
+    pages.extend([(hold, 40)])
     pages.check([hold])
     np.testing.assert_array_equal(hold.parts[0].firsts(4), [0, 16, 32, 40])
     hold.publish(TOKENS, 32)
@@ -186,7 +186,7 @@ def test_two_page_tables_have_pages_of_their_own():
     hold, other = begun(pages, 9), begun(pages, 1)
     assert [len(part.pages) for part in hold.parts] == [2, 2]
     with pytest.raises(CapacityError):
-        other.extend(17)
+        pages.extend([(other, 17)])
     assert [len(part.pages) for part in other.parts] == [1, 1]
     assert pages.pages.num_used == 6
     pages.check([hold, other])
