@@ -66,7 +66,7 @@ class Scheduler:
     def _begin(self) -> None:
         """Makes all that there is of requests and pages, for none so far."""
         self.allocators = Allocators(self.config)
-        self._note_moves(self.allocator)
+        self._note_moves()
         self.eviction = Eviction(self.allocators)
         self.running: list[Request] = []
         self.bounded: set[Request] = set()
@@ -452,11 +452,11 @@ class Scheduler:
                 except CapacityError:
                     self._make_room()
 
-    def _note_moves(self, pages: PageAllocator) -> None:
-        """Has pages noted from now on that tiers are to keep."""
+    def _note_moves(self) -> None:
+        """Has pages noted from now on that tiers are to keep, and none that were before."""
         if self.tiers is not None:
-            pages.evicted = []
-            pages.listed_now = None if self.tiers.disk is None else []
+            self.allocator.evicted = []
+            self.allocator.listed_now = None if self.tiers.disk is None else []
 
     @property
     def is_loading(self) -> bool:
@@ -495,13 +495,9 @@ class Scheduler:
         memory, with their keys, and then pages to be written from there: before anything else
         writes or reads pages.
         """
-        pages = self.allocator
-        listed, evicted = pages.listed_now or [], pages.evicted or []
+        listed, evicted = self.allocator.listed_now or [], self.allocator.evicted or []
         loads = [load for loads in self._loads.values() for load in loads]
-        if listed:
-            pages.listed_now = []
-        if evicted:
-            pages.evicted = []
+        self._note_moves()
         self._loads.clear()
         return listed, evicted, loads
 
@@ -509,7 +505,7 @@ class Scheduler:
         """Makes nothing that is computed so far be found again, nor what requests list later."""
         if self.tiers is not None:
             self.tiers.clear()
-        self._note_moves(self.allocator)
+        self._note_moves()
         self.allocator.forget()
         for request in (*self.running, *self.leaving):
             request.hold.is_listed = False
@@ -527,6 +523,7 @@ class Scheduler:
             else:
                 self._preempt(request)
         self._state_copies.clear()
+        self._note_moves()
         self.allocator.forget()
 
     def start_again(self, requests: Collection[Request]) -> None:

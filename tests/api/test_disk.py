@@ -9,6 +9,7 @@ import pytest
 from families import text_config
 from jaxkv.api.llm import LLM
 from jaxkv.config import BeamSearchParams, SamplingParams
+from jaxkv.engine import engine as engines
 from jaxkv.engine.beams import beam_output
 from jaxkv.errors import DirectoryInUseError
 from jaxkv.holding import disk, tiers
@@ -124,6 +125,20 @@ def test_all_is_on_its_way_when_the_last_request_ends(make, on_disk, monkeypatch
         ask(llm, ids(60, is_compiling))
         assert values(llm)["kv_disk_pages"] == 8 * (1 + is_compiling)
         llm.shutdown()
+
+
+def test_pages_that_the_device_has_lost_are_not_written(make, on_disk, tmp_path, monkeypatch):
+    """Pages that were restored after a step had failed, and before the next one sees that all that
+    was on the device is lost.
+    """
+    llm = make(**on_disk)
+    llm.session({"prompt_token_ids": ids(40, 0)}).save(tmp_path / "saved")
+    llm.reset_prefix_cache()
+    engine_of(llm)._failed = True
+    monkeypatch.setattr(engines, "is_computed", lambda _: False)
+    llm.restore(tmp_path / "saved")
+    ask(llm, ids(5, 1))
+    assert values(llm)["kv_disk_pages"] == 1  # what was asked last, with the answer
 
 
 @pytest.mark.usefixtures("loads_always")
