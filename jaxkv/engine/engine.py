@@ -14,14 +14,8 @@ import numpy as np
 from jaxkv.config import EngineConfig
 from jaxkv.engine.host_moves import HostMoves
 from jaxkv.engine.metrics import Gauge, Metric, Recorder, engine_metrics
-from jaxkv.engine.pages import (
-    is_computed,
-    measure_pages,
-    move_pages,
-    move_states,
-    slot_nbytes,
-)
-from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
+from jaxkv.engine.pages import is_computed, measure_pages, move_pages, slot_nbytes
+from jaxkv.engine.plan import LoopPlan, StepPlan
 from jaxkv.engine.results import Flight, Observed, Results
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
@@ -271,12 +265,10 @@ class Engine:
 
     def _sleep(self, keeps_weights: bool) -> None:
         self._flight = None
-        if self._moves is not None:
-            self._keep_all(self._moves)
+        self._keep_all()
         if self._speculator is not None:
             self._speculator.start_again()
         self.scheduler.start_over()
-        self.scheduler.take_moves()  # of pages that are no more
         if not keeps_weights:
             self._kept = None
         elif WEIGHTS not in self._away:
@@ -380,8 +372,8 @@ class Engine:
     def _step(self) -> list[Request]:
         got = self._go_on()
         self._touched.clear()
-        if self._moves is not None and not self._requests:
-            self._keep_all(self._moves)
+        if not self._requests:
+            self._keep_all()
         return got
 
     def _go_on(self) -> list[Request]:
@@ -412,21 +404,22 @@ class Engine:
             self._flight = None
         else:
             self._touched.append(plan)
-            self._flight = self._launch(plan, plan.requests)
+            self._flight = self._launch(plan)
             for watch in self.watchers:
                 watch(self.scheduler)
         return got + self.results.read(before)
 
-    def _keep_all(self, moves: HostMoves) -> None:
+    def _keep_all(self) -> None:
         """Has everything on its way to the disk that is listed: the next step may never come."""
-        if self.scheduler.tiers is not None and self.scheduler.tiers.disk is not None:
+        tiers = self.scheduler.tiers
+        if self._moves is not None and tiers is not None and tiers.disk is not None:
             self.move_pages_aside()
-            moves.settle()
+            self._moves.settle()
 
     def leave_disk(self) -> None:
         """Writes what waits for a disk, and lets others have its directory. Within a change."""
-        if self._moves is not None and self.scheduler.tiers is not None:
-            self._keep_all(self._moves)
+        self._keep_all()
+        if self.scheduler.tiers is not None:
             self.scheduler.tiers.close()
 
     @property
@@ -473,16 +466,15 @@ class Engine:
         if known | (leaving & self._requests) != self._requests or known & leaving:
             raise RuntimeError("scheduler and engine disagree about which requests exist")
 
-    def _launch(self, plan: StepPlan | LoopPlan, requests: list[Request]) -> Flight:
+    def _launch(self, plan: StepPlan | LoopPlan) -> Flight:
+        requests = plan.requests
         self._recorder.begun(requests)
         self.move_pages_aside()
         for slot, adapter in self.scheduler.adapters.take_loads():
             write = self.programs.write_adapter()
             self.adapters = write(self.adapters, adapter.arrays, np.int32(slot))
         if plan.demotions or plan.copies or plan.state_copies:
-            self._move_pages(plan.copies, plan.demotions)
-            self.kv = move_states(self.programs, self.kv, plan.state_copies)
-            self.scheduler.copied()
+            self._move_pages(plan)
         return (
             self._launch_loop(plan, requests)
             if isinstance(plan, LoopPlan)
@@ -499,8 +491,9 @@ class Engine:
             self._moves.out(self.kv, evicted, is_leaving=True)
             self.kv = self._moves.back(self.kv, loads)
 
-    def _move_pages(self, copies: Pairs, demotions: Pairs) -> None:
-        self.kv = move_pages(self.programs, self.kv, copies=copies, demotions=demotions)
+    def _move_pages(self, plan: StepPlan | LoopPlan) -> None:
+        self.kv = move_pages(self.programs, self.kv, plan)
+        self.scheduler.copied()
 
     def _launch_step(self, plan: StepPlan, requests: list[Request]) -> Flight:
         """Launches a step, and behind it the draw, or what takes vectors of a model that pools."""

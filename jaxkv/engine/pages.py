@@ -8,7 +8,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from jaxkv.holding.hold import Kept, Pairs
+from jaxkv.engine.plan import Plan
+from jaxkv.holding.hold import Kept
 from jaxkv.kv.state import PagedKV, Statistics, Store
 from jaxkv.programs.compiled import COPIED_AT_ONCE, DEMOTED_AT_ONCE, Programs
 
@@ -21,25 +22,21 @@ the pool, or one page, should that be more. A long prefix that returns drives ou
 """
 
 
-def move_pages(programs: Programs, kv: PagedKV, *, copies: Pairs, demotions: Pairs) -> PagedKV:
-    """Returns the state with pages encoded anew, and then copied, without rows. Consumes `kv`."""
-    kv = replace(kv, rows=())
-    for first in range(0, len(demotions), DEMOTED_AT_ONCE):
-        some = demotions[first : first + DEMOTED_AT_ONCE]
-        kv = programs.demote()(kv, *_padded(some, DEMOTED_AT_ONCE), np.int32(len(some)))
-    if copies:
-        kv = programs.copy()(kv, *_padded(copies, programs.num_copies), np.int32(len(copies)))
-    return kv
-
-
-def move_states(programs: Programs, kv: PagedKV, copies: Pairs) -> PagedKV:
-    """Returns the state with recurrent states copied from slot to slot, one after the other,
-    without rows. Consumes `kv`.
+def move_pages(programs: Programs, kv: PagedKV, plan: Plan) -> PagedKV:
+    """Returns the state with what a plan has moved before it runs: pages encoded anew, then pages
+    copied, then recurrent states, one after the other; without rows. Consumes `kv`.
     """
     kv = replace(kv, rows=())
-    for first in range(0, len(copies), COPIED_AT_ONCE):
-        some = copies[first : first + COPIED_AT_ONCE]
-        kv = programs.copy_states()(kv, *_padded(some, COPIED_AT_ONCE), np.int32(len(some)))
+    for kind, pairs, at_once in (
+        (programs.demote, plan.demotions, DEMOTED_AT_ONCE),
+        (programs.copy, plan.copies, programs.num_copies),
+        (programs.copy_states, plan.state_copies, COPIED_AT_ONCE),
+    ):
+        for first in range(0, len(pairs), at_once):
+            some = pairs[first : first + at_once]
+            page_2C = np.zeros((2, at_once), np.int32)
+            page_2C[:, : len(some)] = np.transpose(some)
+            kv = kind()(kv, *page_2C, np.int32(len(some)))
     return kv
 
 
@@ -61,13 +58,6 @@ def chunks(pages: Sequence[int], at_once: int) -> Iterator[tuple[np.ndarray, int
         page_C = np.zeros(at_once, np.int32)
         page_C[: len(some)] = some
         yield page_C, len(some)
-
-
-def _padded(pairs: Pairs, size: int) -> np.ndarray:
-    """Returns sources and targets, [2, size]."""
-    page_2C = np.zeros((2, size), np.int32)
-    page_2C[:, : len(pairs)] = np.transpose(pairs)
-    return page_2C
 
 
 def measure_pages(programs: Programs, kv: PagedKV, pages: list[int]) -> jax.Array:

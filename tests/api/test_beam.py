@@ -14,6 +14,7 @@ import pytest
 
 from jaxkv import LLM, BeamSearchOutput, BeamSearchParams, BeamSearchSequence, SamplingParams
 from jaxkv.engine.beams import beam_output
+from jaxkv.engine.plan import Plan
 from jaxkv.testing import engine_of, intake_of
 from poison import poisoned
 from tiers import some
@@ -238,9 +239,9 @@ def test_beams_share_all_full_pages_of_their_past_and_copy_only_tails_that_other
     copied: list[tuple[int, int]] = []
     move_pages = engine._move_pages
 
-    def recorded(copies: tuple[tuple[int, int], ...], demotions: tuple) -> None:
-        copied.extend(copies)
-        move_pages(copies, demotions)
+    def recorded(plan: Plan) -> None:
+        copied.extend(plan.copies)
+        move_pages(plan)
 
     plan, before = engine.scheduler.plan, []
 
