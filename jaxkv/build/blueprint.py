@@ -27,7 +27,7 @@ from jaxkv.build.options import ABOUT, EngineOptions
 from jaxkv.build.pool import plan_pool
 from jaxkv.config import EngineConfig, bfloat16_as_bits
 from jaxkv.holding.retention import full_pages
-from jaxkv.kv.codecs import Codec, PlainCodec, ScaledCodec, get_codec
+from jaxkv.kv.codecs import Codec, PlainCodec, RotatingCodec, get_codec
 from jaxkv.kv.layout import HeadMajorLayout, PageLayout
 from jaxkv.kv.policies import SparseAttention, get_policy, resolve
 from jaxkv.kv.state import PagedKV, Store, choosing, empty_store
@@ -591,7 +591,7 @@ def _under_policy(everything: Blueprint) -> Blueprint:
         )
     limits = replace(limits, kv_policy=name)
     low = replace(everything, limits=limits).low_codecs
-    rotating = [codec.name for codec in codecs if not isinstance(codec, (PlainCodec, ScaledCodec))]
+    rotating = [codec.name for codec in codecs if isinstance(codec, RotatingCodec)]
     if (low is not None or isinstance(asked, SparseAttention)) and rotating:
         raise NotImplementedError(
             f"kv_policy {name}: expected a kv_cache_dtype without a rotation, got {rotating[0]}"

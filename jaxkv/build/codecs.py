@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxkv.config import is_int
-from jaxkv.kv.codecs import Codec, PlainCodec, ScaledCodec, get_codec
+from jaxkv.kv.codecs import Codec, PlainCodec, RotatingCodec, get_codec
 from jaxkv.models.spec import ModelSpec
 
 WINDOWED = "sliding_window"
@@ -85,7 +85,7 @@ def check_keys(spec: ModelSpec, codec: Codec) -> None:
     scores fall with distance, for one that rotates what keys are chosen by into the rest, and for
     one that rounds a row as a whole where entries lie across rows.
     """
-    if spec.attention.index is not None and not isinstance(codec, (PlainCodec, ScaledCodec)):
+    if spec.attention.index is not None and isinstance(codec, RotatingCodec):
         raise NotImplementedError(
             f"{spec.family}: expected a kv_cache_dtype without a rotation, since its tokens choose "
             f"keys by a part of what pages hold, got {codec.name}"

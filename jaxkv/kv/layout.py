@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.codecs import KINDS, Codec, Elements, ScaledCodec, decode_elements
+from jaxkv.kv.codecs import KINDS, Codec, Elements, ScaledCodec, decode, decode_elements
 from jaxkv.kv.codecs.int4 import Int4Codec
 from kernels_pallas import gpu, tpu
 from kernels_pallas.tpu.layout import LANES
@@ -238,7 +238,7 @@ class HeadMajorLayout(PageLayout):
         return (self.codec.encode(x),)
 
     def _decode(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
-        return decode_elements(self.codec, self.codec.elements(arrays[0]))
+        return decode(self.codec, arrays[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,7 +308,7 @@ class LaneRowsLayout(HeadMajorLayout):
         return (self._rows(self.codec.encode(x).swapaxes(-3, -2)).swapaxes(-3, -2),)
 
     def _decode(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
-        return decode_elements(self.codec, self.codec.elements(self.vectors(arrays[0])))
+        return decode(self.codec, self.vectors(arrays[0]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -379,22 +379,17 @@ class LaneLayout(PageLayout):
         shapes = packing.page_shapes(lanes, self.page_size)
         return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
-    def quantise(self, x: jax.Array) -> tpu.Quantised:
-        """Returns vectors [.., H] as the numbers that the kernels pack."""
-        return quantised(self.codec, x)
-
     def _encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
         if self.packing is None:
             return (tpu.pack(self.lanes, self.codec.encode(x)),)
-        flat = self.quantise(x.reshape(-1, *x.shape[-3:]))
+        flat = quantised(self.codec, x.reshape(-1, *x.shape[-3:]))
         packed = tpu.pack_pages(self.lanes, self.packing, flat)
         return tuple(y.reshape(*x.shape[:-3], *y.shape[1:]) for y in packed)
 
     def _decode(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
         words, *rest = arrays
         if self.packing is None:
-            stored = tpu.unpack(self.lanes, words)
-            return decode_elements(self.codec, self.codec.elements(stored))
+            return decode(self.codec, tpu.unpack(self.lanes, words))
         numbers = tpu.unpack(self.lanes, self.packing.unpack_values(words))
         flat = rest[0].reshape(-1, *rest[0].shape[-2:])
         found = tpu.unpack_scales(self.packing, flat, self.num_kv_heads, self.page_size)

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from jaxkv.config import bfloat16_as_bits
-from jaxkv.kv.codecs.base import Codec, Elements, bits_per_value, decode, decode_elements
+from jaxkv.kv.codecs.base import (
+    Codec,
+    Elements,
+    RotatingCodec,
+    bits_per_value,
+    decode,
+    decode_elements,
+)
 from jaxkv.kv.codecs.int4 import Int4Codec
 from jaxkv.kv.codecs.plain import PlainCodec
 from jaxkv.kv.codecs.scaled import LARGEST, ScaledCodec
@@ -42,6 +49,7 @@ __all__ = [
     "Codec",
     "Elements",
     "PlainCodec",
+    "RotatingCodec",
     "ScaledCodec",
     "bits_per_value",
     "decode",

@@ -13,11 +13,14 @@ A codec is a frozen, hashable value (it is static under jit). It promises:
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxkv.kv.codecs import parts
 
 
 class Elements(NamedTuple):
@@ -31,17 +34,23 @@ class Elements(NamedTuple):
     offset: jax.Array | None = None
 
 
-class Codec(Protocol):
+class Codec(ABC):
+    """Says how vectors are stored. A subclass is a frozen dataclass; what is not said there is as
+    of one that stores bytes and rotates nothing.
+
+    dtype: what elements are for matmuls, bfloat16 or float32.
+    """
+
+    __slots__ = ()
+    dtype: str
+
     @property
+    @abstractmethod
     def name(self) -> str: ...
 
     @property
-    def storage_dtype(self) -> np.dtype: ...
-
-    @property
-    def dtype(self) -> str:
-        """Names what elements are for matmuls: bfloat16 or float32."""
-        ...
+    def storage_dtype(self) -> np.dtype:
+        return np.dtype(np.uint8)
 
     @property
     def fits_keys(self) -> bool:
@@ -49,35 +58,49 @@ class Codec(Protocol):
         the queries that they meet (`programs.fit_keys`). The former changes the scores of a query
         by a constant, which softmax takes out (not beside sinks or under a softcap).
         """
-        ...
+        return False
 
+    @abstractmethod
     def width(self, head_dim: int) -> int:
         """Stored elements of one token and head. Raises: ValueError for a head_dim that it cannot
         store.
         """
-        ...
 
+    @abstractmethod
     def encode(self, x: jax.Array) -> jax.Array:
         """Float vectors [..., H] -> stored [..., width(H)]."""
-        ...
 
+    @abstractmethod
     def elements(self, stored: jax.Array) -> Elements:
         """Stored [..., width(H)] -> vectors that are still rotated."""
-        ...
 
     def rotate(self, x: jax.Array) -> jax.Array:
         """Queries [..., H] float32 that meet R k as x meets k."""
-        ...
+        return x
 
     def restore(self, x: jax.Array) -> jax.Array:
         """Returns the x of R x."""
-        ...
+        return x
+
+
+class RotatingCodec(Codec):
+    """Says how vectors are stored that are rotated before (`parts.rotate`)."""
+
+    __slots__ = ()
+
+    @property
+    def fits_keys(self) -> bool:
+        return True
+
+    def rotate(self, x: jax.Array) -> jax.Array:
+        return parts.rotate_query(x)
+
+    def restore(self, x: jax.Array) -> jax.Array:
+        return parts.restore(x)
 
 
 def decode(codec: Codec, stored: jax.Array) -> jax.Array:
-    """Returns the vectors [..., H] that a page stands for, float32. For tests and measurements:
-    attention uses `elements`.
-    """
+    """Returns the vectors [..., H] that a page stands for, float32. Attention takes `elements`."""
     return decode_elements(codec, codec.elements(stored))
 
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv.kv.codecs import parts
-from jaxkv.kv.codecs.base import Elements
+from jaxkv.kv.codecs.base import Elements, RotatingCodec
 from jaxkv.kv.codecs.parts import SMALLEST, as_bytes, of_bytes, to_bfloat16
 
 MIDDLE = 7.5
@@ -22,7 +21,7 @@ between all others more than win (5% of the squared error of 64 normal numbers, 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Int4Codec:
+class Int4Codec(RotatingCodec):
     """Stores of each rotated vector: H/2 bytes (value i with value i + H/2), then scale and middle
     of its range as bfloat16.
 
@@ -36,14 +35,6 @@ class Int4Codec:
     @property
     def name(self) -> str:
         return "int4"
-
-    @property
-    def storage_dtype(self) -> np.dtype:
-        return np.dtype(np.uint8)
-
-    @property
-    def fits_keys(self) -> bool:
-        return True
 
     def width(self, head_dim: int) -> int:
         if head_dim % 2:
@@ -69,9 +60,3 @@ class Int4Codec:
         codes = jnp.concatenate([packed & 15, packed >> 4], axis=-1)
         values = codes.astype(self.dtype) - jnp.asarray(MIDDLE, self.dtype)
         return Elements(values, of_bytes(stored[..., -4:-2]), of_bytes(stored[..., -2:]))
-
-    def rotate(self, x: jax.Array) -> jax.Array:
-        return parts.rotate_query(x)
-
-    def restore(self, x: jax.Array) -> jax.Array:
-        return parts.restore(x)

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.kv.codecs.base import Elements
+from jaxkv.kv.codecs.base import Codec, Elements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlainCodec:
+class PlainCodec(Codec):
     """Stores values rounded to `dtype`; `as_bits` keeps bfloat16 as uint16 (see
     `config.bfloat16_as_bits`).
     """
@@ -28,10 +28,6 @@ class PlainCodec:
     def storage_dtype(self) -> np.dtype:
         return np.dtype(np.uint16) if self.as_bits else jnp.dtype(self.dtype)
 
-    @property
-    def fits_keys(self) -> bool:
-        return False
-
     def width(self, head_dim: int) -> int:
         return head_dim
 
@@ -43,9 +39,3 @@ class PlainCodec:
         return Elements(
             jax.lax.bitcast_convert_type(stored, self.dtype) if self.as_bits else stored
         )
-
-    def rotate(self, x: jax.Array) -> jax.Array:
-        return x
-
-    def restore(self, x: jax.Array) -> jax.Array:
-        return x

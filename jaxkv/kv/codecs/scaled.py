@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxkv.kv.codecs.base import Elements
+from jaxkv.kv.codecs.base import Codec, Elements
 from jaxkv.kv.codecs.parts import SMALLEST, as_bytes, of_bytes, to_bfloat16
 
 LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
@@ -16,7 +15,7 @@ STORED = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScaledCodec:
+class ScaledCodec(Codec):
     """Stores of each vector: H values of one byte, and the bfloat16 that the largest of them stands
     for, divided by `LARGEST`.
 
@@ -30,10 +29,6 @@ class ScaledCodec:
     @property
     def name(self) -> str:
         return self.kind
-
-    @property
-    def storage_dtype(self) -> np.dtype:
-        return np.dtype(np.uint8)
 
     @property
     def fits_keys(self) -> bool:
@@ -59,9 +54,3 @@ class ScaledCodec:
     def elements(self, stored: jax.Array) -> Elements:
         values = jax.lax.bitcast_convert_type(stored[..., :-2], STORED[self.kind])
         return Elements(values.astype(self.dtype), of_bytes(stored[..., -2:]))
-
-    def rotate(self, x: jax.Array) -> jax.Array:
-        return x
-
-    def restore(self, x: jax.Array) -> jax.Array:
-        return x

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import parts
-from jaxkv.kv.codecs.base import Elements
+from jaxkv.kv.codecs.base import Elements, RotatingCodec
 from jaxkv.kv.codecs.parts import (
     SMALLEST,
     as_bytes,
@@ -26,7 +26,7 @@ from jaxkv.kv.codecs.parts import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TurboQuantCodec:
+class TurboQuantCodec(RotatingCodec):
     """A rotated vector of length r has coordinates of about N(0, r^2 / H), whatever it was: each is
     stored as the index of the nearest Lloyd-Max centroid, r as a bfloat16, corrected so that what
     is stored has the length of the vector.
@@ -43,14 +43,6 @@ class TurboQuantCodec:
     @property
     def name(self) -> str:
         return f"turboquant{float(Fraction(sum(self.num_bits), len(self.num_bits))):g}"
-
-    @property
-    def storage_dtype(self) -> np.dtype:
-        return np.dtype(np.uint8)
-
-    @property
-    def fits_keys(self) -> bool:
-        return True
 
     def width(self, head_dim: int) -> int:
         if head_dim % (8 * len(self.num_bits)):
@@ -88,12 +80,6 @@ class TurboQuantCodec:
         return Elements(
             jnp.concatenate(values, axis=-1).astype(self.dtype), of_bytes(stored[..., -2:])
         )
-
-    def rotate(self, x: jax.Array) -> jax.Array:
-        return parts.rotate_query(x)
-
-    def restore(self, x: jax.Array) -> jax.Array:
-        return parts.restore(x)
 
 
 def _chosen(codes: jax.Array, centroids: np.ndarray) -> jax.Array:

@@ -5,6 +5,7 @@ pass.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 
 from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.codecs.int4 import Int4Codec
-from jaxkv.kv.layout import LaneLayout, packing_of
+from jaxkv.kv.layout import LaneLayout, packing_of, quantised
 from jaxkv.kv.state import PageTables, Store
 from jaxkv.ops.attention.base import (
     Attended,
@@ -123,7 +124,7 @@ class PallasTpu:
         if terms.maps is not None:  # the kernel has this form alone
             q_TNH = terms.maps.absorb(q_TNH)
             q_TNH = jnp.pad(q_TNH, ((0, 0), (0, 0), (0, layout.head_dim - q_TNH.shape[2])))
-        quantise = layout.quantise if store.scales is not None else lambda x: x
+        quantise = (lambda x: x) if store.scales is None else partial(quantised, codec)
         pool = store.pages if store.scales is None else Packed(store.pages, store.scales)
         rounded = terms.out_dtype if store.scales is None else np.dtype(np.float32)
         if rank is not None and k_TKH is not None:
