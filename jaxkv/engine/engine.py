@@ -30,6 +30,7 @@ from jaxkv.programs.buckets import fit_bucket
 from jaxkv.programs.compiled import Programs
 from jaxkv.programs.pool import norm_of
 from jaxkv.programs.process import check_process, is_forked
+from jaxkv.programs.step import Newest
 from jaxkv.requests.request import Request, Submission
 from jaxkv.weights.tree import Weights, with_adapters, with_draft
 
@@ -506,9 +507,9 @@ class Engine:
         behind = self.programs.pool(size) if pools else self.programs.draw(num_drawn)
         program = self.programs.step(size)
         batch = self._rows.batch(plan.work, size, num_rows)
-        position_B = self._rows.positions(requests, num_rows)
-        kv = self._rows.bind(self.kv, requests, position_B)
-        newest = self._rows.newest(self._newest_R, requests, num_rows)
+        row_B, position_B = self._rows.places(requests, num_rows)
+        kv = self._rows.bind(self.kv, requests, row_B, position_B)
+        newest = Newest(self._newest_R, row_B)
         start_s = time.monotonic()
         self.kv, last, hidden_TD, found = program(body_of(self._adapted), kv, newest, batch)
         sampled = scores = pooled_BD = None
@@ -517,8 +518,9 @@ class Engine:
         else:
             # Launched behind the step: the device has it in its queue before the step is done.
             head = head_of(self.weights)
-            newest = self._rows.newest(self._newest_R, requests, num_drawn)
-            sampling = self._rows.sampling_for(requests, num_drawn)
+            row_B, _ = self._rows.places(requests, num_drawn)
+            newest = Newest(self._newest_R, row_B)
+            sampling = self._rows.sampling_for(requests, row_B)
             newest, sampled = behind(head, last, newest, sampling)
             self._newest_R = newest.token_R
             target_T = np.asarray(batch.target_T)
@@ -546,11 +548,11 @@ class Engine:
         if speculator is not None and not speculator.wants(requests):
             speculator = None
         program = (self.programs.loop if speculator is None else self.programs.speculate)(num_rows)
-        position_B = self._rows.positions(requests, num_rows)
+        row_B, position_B = self._rows.places(requests, num_rows)
         rows = self._rows.decode_rows(plan.work, position_B)
-        kv = self._rows.bind(self.kv, requests, position_B)
-        newest = self._rows.newest(self._newest_R, requests, num_rows)
-        sampling = self._rows.sampling_for(requests, num_rows)
+        kv = self._rows.bind(self.kv, requests, row_B, position_B)
+        newest = Newest(self._newest_R, row_B)
+        sampling = self._rows.sampling_for(requests, row_B)
         start_s = time.monotonic()
         if speculator is None:
             self.kv, newest, _, sampled, found = program(

@@ -21,7 +21,6 @@ from jaxkv.ops.sampling import NO_TOKEN, Sampling
 from jaxkv.placement import Placement
 from jaxkv.programs.inputs import empty_rows, empty_sampling, packed_batch, set_drawn
 from jaxkv.programs.loop import Rows
-from jaxkv.programs.step import Newest
 from jaxkv.requests.masks import ends_of, token_mask
 from jaxkv.requests.request import Request
 
@@ -69,12 +68,21 @@ class RowTables:
         self._adapters = adapters if config.num_adapters else None
         self._owner_R: list[Request | None] = [None] * self.num_rows
 
-    def bind(self, kv: PagedKV, requests: list[Request], position_B: np.ndarray) -> PagedKV:
-        """Returns the state of a step or loop of these running requests, so ordered and at these
-        positions, with padding behind them.
+    def places(self, requests: list[Request], num_rows: int) -> tuple[Any, np.ndarray]:
+        """Returns each one's row and the position of its next token, and those of padding."""
+        row_B: Any = np.full(num_rows, self.num_rows, np.int32)
+        row_B[: len(requests)] = [request.row for request in requests]
+        position_B = np.zeros(num_rows, np.int32)
+        position_B[: len(requests)] = [request.hold.num_stored for request in requests]
+        return row_B, position_B
+
+    def bind(
+        self, kv: PagedKV, requests: list[Request], row_B: Any, position_B: np.ndarray
+    ) -> PagedKV:
+        """Returns the state of a step or loop of these running requests, so ordered, in these rows
+        and at these positions, with padding behind them.
         """
         self._select(requests)
-        row_B = self._numbers(requests, len(position_B))
         tables = tuple(table.rows(row_B, position_B) for table in self.tables)
         if self._kept is not None:
             tables = (self._kept.added_to(tables[0], row_B),)
@@ -89,16 +97,6 @@ class RowTables:
             adapter_B[: len(requests)] = slots
             tables = tuple(replace(table, adapter_B=adapter_B) for table in tables)
         return replace(kv, rows=tables)
-
-    def newest(self, newest_R: jax.Array, requests: list[Request], num_rows: int) -> Newest:
-        """Says which rows these requests are of those that sampled `newest_R`."""
-        return Newest(newest_R, self._numbers(requests, num_rows))
-
-    def _numbers(self, requests: list[Request], num_rows: int) -> Any:
-        """Returns the requests' rows, and of padding up to `num_rows`."""
-        row_B: Any = np.full(num_rows, self.num_rows, np.int32)
-        row_B[: len(requests)] = [request.row for request in requests]
-        return row_B
 
     def _select(self, requests: list[Request]) -> None:
         """Takes over who is new in its row, and the pages of who has got others since."""
@@ -192,13 +190,6 @@ class RowTables:
         if first < end:
             target_T[first - done - 1 : end - done - 1] = request.tokens[first:end]
 
-    @staticmethod
-    def positions(requests: list[Request], num_rows: int) -> np.ndarray:
-        """Returns the position of each one's next token; 0 of padding rows."""
-        position_B = np.zeros(num_rows, np.int32)
-        position_B[: len(requests)] = [request.hold.num_stored for request in requests]
-        return position_B
-
     def decode_rows(self, work: list[tuple[Request, int]], position_B: np.ndarray) -> Rows:
         """Returns rows at these positions that may get so many tokens; their newest one is on the
         device only where steps are under way.
@@ -211,11 +202,11 @@ class RowTables:
         rows.budget_B[:count] = [num_tokens for _, num_tokens in work]
         return rows
 
-    def sampling_for(self, requests: list[Request], num_rows: int) -> Sampling:
-        """Returns the parameters of requests that were bound, in this order; rows past them are
-        greedy and want nothing.
+    def sampling_for(self, requests: list[Request], row_B: np.ndarray) -> Sampling:
+        """Returns the parameters of requests that were bound, in this order and in these rows;
+        those past them are greedy and want nothing.
         """
-        row_B = self._numbers(requests, num_rows)
+        num_rows = len(row_B)
         sampling, rows = self._parameters(row_B), row_B[: len(requests)]
         changed: dict[str, Any] = {}
         if self._min_len_R[rows].any():

@@ -409,15 +409,16 @@ class Scheduler:
         for request, count in work:
             hold = request.hold
             length = hold.num_stored + count
-            if length > hold.room_len or request.beams:
-                short.append((request, length))
-                is_search = is_search or bool(request.beams)
+            if length > hold.room_len:
+                short.append((hold, length))
+            if request.beams:
+                is_search = True
         if not is_search:
             with suppress(CapacityError):
-                self.allocators.extend([(request.hold, length) for request, length in short])
+                self.allocators.extend(short)
                 return work
-        for request, length in short:
-            self._reserve(request, length)
+        for request, count in work:
+            self._reserve(request, request.hold.num_stored + count)
         return [item for item in work if item[0].row is not None]
 
     def _reserve(self, request: Request, length: int) -> None:
