@@ -113,7 +113,12 @@ def with_windows(
     have, what one group gives back another can take. A group with fewer layers than the largest
     leaves part of its pages unused.
     """
-    shared = replace(limits, windows=(spec.longest_window or 0,))
+
+    def seen(window: int | None) -> int:
+        # A state is kept beside the page that ends with its token: that page has to stay.
+        return max(2, window) if window and limits.has_states else window or 0
+
+    shared = replace(limits, windows=(seen(spec.longest_window),))
     if len({group.window for group in spec.groups}) == 1 or not are_alike(spec, codecs):
         return spec, shared
     longest, best = -(-limits.max_model_len // limits.block_size), (spec, shared)
@@ -122,7 +127,7 @@ def with_windows(
         cut = spec.cut(size)
         if len(cut.groups) > MAX_TABLES:
             break
-        own = replace(limits, windows=tuple(group.window or 0 for group in cut.groups))
+        own = replace(limits, windows=tuple(seen(group.window) for group in cut.groups))
         if (num_pages := size * own.row_pages_for(longest)) < least:
             least, best = num_pages, (cut, own)
     return best

@@ -7,6 +7,7 @@ and no snapshot has.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from families import hf_config, make_hf_model
+from families import hf_config, make_hf_model, text_config
 from jaxkv import LLM, BeamSearchParams, RequestOutput, SamplingParams, functional
 from jaxkv.testing import engine_of
 from parity import torch
@@ -128,6 +129,15 @@ def test_a_prefix_that_is_found_gives_the_tokens_of_one_that_is_not(llm, alone):
         assert tokens_of([first, again]) == [expected] * 2
         # Up to the last page border that is not behind the last token.
         assert (first.num_cached_tokens, again.num_cached_tokens) == (0, num_cached)
+
+
+def test_a_state_stays_beside_a_page_of_which_a_window_of_one_token_sees_nothing(tmp_path):
+    config = text_config("recurrent_gemma") | {"attention_window_size": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    llm = new_llm(tmp_path, load_format="dummy")
+    first, again = (generate(llm, [PROMPTS[3]])[0] for _ in range(2))
+    assert tokens_of([first]) == tokens_of([again])
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 40)
 
 
 def test_what_prompts_have_in_common_is_kept_once_it_is_seen_to_be_common(torch, model, llm):
