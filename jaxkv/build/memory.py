@@ -145,13 +145,20 @@ class Budget:
         """Raises CapacityError if pool and programs, those that are compiled, do not fit beside
         what was in use.
         """
-        needed = self.memory.taken + self.pool_bytes + _program_bytes(programs)
+        needed = self._needed(programs)
         if self.memory.limit is not None and needed > self.memory.limit:
             lines = "\n".join(self.lines(programs)[1:-1])
             raise CapacityError(
                 f"{needed} bytes needed, {self.memory.limit} available ({self.memory.source}): "
                 f"{self.advice}\n{lines}"
             )
+
+    def _needed(self, programs: Programs) -> int:
+        """Counts all bytes. Programs run one at a time; their code and the wide sampling parameters
+        stay.
+        """
+        running = _largest(programs.memory).temp_bytes if programs.memory else 0
+        return self.memory.taken + self.pool_bytes + running + _kept_bytes(programs)
 
     def parts(self, programs: Programs) -> dict[str, int]:
         """Returns by name the bytes of what takes a part of the memory."""
@@ -170,11 +177,7 @@ class Budget:
         it, what is left.
         """
         memory, compiled = self.memory, programs.memory
-        left = (
-            None
-            if memory.limit is None
-            else memory.limit - memory.taken - self.pool_bytes - _program_bytes(programs)
-        )
+        left = None if memory.limit is None else memory.limit - self._needed(programs)
         states = _line(memory.state_bytes, "recurrent states of all slots")
         return [
             _line(memory.limit, f"limit: {memory.source}", label="memory"),
@@ -219,14 +222,6 @@ def _largest(memory: list[ProgramMemory]) -> ProgramMemory:
 
 def _kept_bytes(programs: Programs) -> int:
     return programs.wide_bytes + sum(program.code_bytes for program in programs.memory)
-
-
-def _program_bytes(programs: Programs) -> int:
-    """Counts what programs take. They run one at a time; their code and the wide sampling
-    parameters stay.
-    """
-    running = _largest(programs.memory).temp_bytes if programs.memory else 0
-    return running + _kept_bytes(programs)
 
 
 def available_memory(root: Path = Path("/")) -> int:

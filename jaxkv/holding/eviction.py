@@ -166,10 +166,6 @@ def decide(retention: Retention, kept: Kept, firsts_W: np.ndarray) -> Decision:
             f"kv_policy {name}: expected protected pages and at most {room} to stay, got {given}"
         )
     low = low[np.argsort(first_W[low])]
-    # In the table of demoted pages: those of `full` that go there come as numbers from its length
-    # on.
-    places = [
-        int(page) - num_pages if is_low_W[page] else num_low + demoted.tolist().index(int(page))
-        for page in low
-    ]
-    return Decision(full.tolist(), demoted.tolist(), places)
+    place_W = np.arange(len(order)) - num_pages  # in the table of demoted pages
+    place_W[demoted] = num_low + np.arange(len(demoted))
+    return Decision(full.tolist(), demoted.tolist(), place_W[low].tolist())
