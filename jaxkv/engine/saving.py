@@ -178,7 +178,7 @@ def _check(engine: Engine, saved: SavedPages) -> None:
                 f"{config.block_size}, got those from {first} on, in pages of {size}"
             )
         if saved.origin.form == BY_TOKEN:
-            heads = store.layout.num_kv_heads * store.layout.num_devices(store.pages)
+            heads = store.num_kv_heads
             vectors = [heads + store.layout.has_index_key]
             if store.layout.latent_dim is None:
                 vectors.append(heads)

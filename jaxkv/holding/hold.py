@@ -230,11 +230,6 @@ class Hold:
     def is_empty(self) -> bool:
         return not (self.parts or self.num_stored or self.room_len or self.bound_len or self.kept)
 
-    @property
-    def num_pages(self) -> int:
-        """Counts its pages in all tables."""
-        return sum(len(part.pages) for part in self.parts)
-
     def handle(self, table: int = 0) -> KVHandle:
         """Returns its pages of a table and how many of its tokens they have."""
         if not self.parts:
