@@ -33,6 +33,11 @@ prompts wait meanwhile, under a second for so many.
 CHARS_PER_TOKEN = 8
 """Above it `tokens_of` takes so many for each token of the context."""
 
+PIECE_CHARS, SPARE_TOKENS = 2**16, 64
+"""Very long texts are looked at in pieces of so many characters, which may have so many tokens
+more than they add to the whole.
+"""
+
 MOST_VALUES = 2**14
 """Objects, lists, texts and numbers that a conversation may have however few tokens the context has
 room for, which is above it the limit: a template takes 5 us for each, in which steps are slower and
@@ -215,6 +220,8 @@ class PromptReader:
             _check_unicode(one)
             if len(one) > self._config.max_model_len:
                 self._check_characters(len(one))
+        if not second and not options.get("truncation") and len(text) > self._most_at_once:
+            self._check_pieces(text, self._model.tokenizer.encode)
         # What is too long is for the engine to say: a tokenizer's limit need not be the model's.
         return self._model.tokenizer.encode(text, *second, verbose=False, **options)
 
@@ -226,11 +233,29 @@ class PromptReader:
         self._check_countable(len(text), "characters")
         return self._model.tokenizer.encode(text, verbose=False, **options)
 
+    @property
+    def _most_at_once(self) -> int:
+        return max(MOST_AT_ONCE, CHARS_PER_TOKEN * self._config.max_model_len)
+
     def _check_countable(self, count: int, what: str) -> None:
         """Refuses what would take seconds only to be counted."""
-        most = max(MOST_AT_ONCE, CHARS_PER_TOKEN * self._config.max_model_len)
-        if count > most:
+        if count > (most := self._most_at_once):
             raise ValueError(f"the prompt has {count} {what}; expected at most {most}")
+
+    def _check_pieces(self, text: str, encode: Callable[..., list[int]]) -> None:
+        """Refuses a very long text once a part of it has too many tokens: all of it may take many
+        seconds. Few texts have so many characters and fit, and those take twice as long.
+        """
+        limit, count = self._config.max_model_len, 0
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = text[start : start + PIECE_CHARS]
+            num_tokens = len(encode(piece, verbose=False, add_special_tokens=False))
+            count += max(0, num_tokens - SPARE_TOKENS)
+            if count > limit:
+                raise ValueError(
+                    f"the prompt has more than {count} tokens; expected at most {limit - 1}, so "
+                    f"that one more fits into max_model_len={limit}. {MAX_CONTEXT} {limit} tokens"
+                )
 
     def _check_num_values(self, name: str, given: Any) -> None:
         """Refuses what a template would take seconds for, and the context has no room for: each

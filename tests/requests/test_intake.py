@@ -672,6 +672,27 @@ def test_a_text_that_is_certainly_too_long_is_refused_before_it_is_tokenized(int
         one(intake, "x" * (most + 1))
 
 
+def test_a_very_long_text_is_refused_by_the_pieces_that_are_too_many(intake, monkeypatch):
+    for name, value in (("MOST_AT_ONCE", 1), ("CHARS_PER_TOKEN", 1), ("PIECE_CHARS", 16)):
+        monkeypatch.setattr(reading, name, value)
+    monkeypatch.setattr(reading, "SPARE_TOKENS", 2)
+    monkeypatch.setattr(intake, "_longest_token", 1000)
+    tokenizer, seen = intake._model.tokenizer, []
+    encode = tokenizer.encode
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda x, **own: seen.append(len(x)) or encode(x, **own)
+    )
+    fits = "The end of the story, one by one " * 3
+    assert len(fits) > MAX_LEN > len(encode(fits))
+    assert intake.parse(fits)[1] == encode(fits)
+    seen.clear()
+    with pytest.raises(
+        ValueError, match=rf"has more than \d+ tokens; expected at most {MAX_LEN - 1}"
+    ):
+        one(intake, "x" * 10 * MAX_LEN)
+    assert MAX_LEN < sum(seen) < 2 * MAX_LEN
+
+
 def test_a_tokenizer_s_own_limit_is_none_of_the_model_s(intake, monkeypatch, caplog):
     tokenizer = intake._model.tokenizer
     monkeypatch.setattr(tokenizer, "model_max_length", 4)
