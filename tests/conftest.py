@@ -49,6 +49,8 @@ jax.config.update("jax_enable_compilation_cache", True)
 jax.config.update("jax_compilation_cache_dir", os.environ["JAXKV_TESTS_FOLDER"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+# No program says which lines each of its operations is from: to write that down is part of lowering.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 def put_whole(self: LRUCache, key: str, value: bytes) -> None:
