@@ -28,21 +28,13 @@ def heavy_modules_after(statement: str) -> list[str]:
     return run.stdout.split()
 
 
-def test_import_jaxkv_is_light() -> None:
-    assert heavy_modules_after("import jaxkv") == []
-
-
 def test_import_of_the_public_names_is_light() -> None:
     assert heavy_modules_after("from jaxkv import AsyncLLM, LLM, SamplingParams, functional") == []
-
-
-def test_a_heavy_import_is_seen() -> None:
-    assert "transformers" in heavy_modules_after("import transformers")
 
 
 def test_an_engine_starts_without_torch() -> None:
     start = "llm = LLM(max_num_seqs=2, max_model_len=64, lazy_compile=True)"
     chat = "llm.get_tokenizer().apply_chat_template([{'role': 'user'}], chat_template='x')"
     heavy = heavy_modules_after(f"from jaxkv import LLM; {start}; {chat}")
-    assert "transformers" in heavy
+    assert "transformers" in heavy  # so what is heavy would be seen above
     assert "torch" not in heavy
