@@ -230,8 +230,9 @@ def test_neighbours_change_nothing_of_states_and_experts(tmp_path, family):
     config = families.text_config(family) | {"vocab_size": 1000} | FAMILIES[family]
     path = make_checkpoint(tmp_path, config, dtype="float32")
     options = {"skip_tokenizer_init": True, "lazy_compile": True, "enable_prefix_caching": False}
-    llm = LLM(path, dtype="float32", max_model_len=256, **LIMITS, **options)
+    # All alone and all together: two sizes of steps and two of loops.
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
+    llm = LLM(path, dtype="float32", max_model_len=256, **limits, **options)
     ours = prompts(5, 9, 17)
     expected = [answers(llm, [ids])[0] for ids in ours]
-    for num_neighbours in (1, 12):
-        assert answers(llm, ours + OTHERS[:num_neighbours])[: len(ours)] == expected
+    assert answers(llm, ours + OTHERS[:5])[: len(ours)] == expected
