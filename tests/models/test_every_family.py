@@ -41,11 +41,10 @@ pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 QUICK = {
     "apertus",  # an activation with parameters
-    "axk2",  # gates of norms, and of attention that are made of what queries are
+    "axk2",  # latent attention, gates of it that are made of what queries are, and of norms
     "bitnet",  # norms within attention and MLP
     "bloom",  # scores that fall with distance, a norm behind the embeddings
     "cohere-qk-norm",  # weights of its own for each head, side by side, interleaved
-    "deepseek_v3",  # latent attention
     "deepseek_v4",  # entries of several tokens, experts by token, outputs by groups of heads
     "diffllama",  # pairs of heads, of which the second is taken off
     "doge",  # keys that add to scores what they are worth, a stream that is weighed
