@@ -312,7 +312,9 @@ def test_a_file_made_up_with_its_hashes_disturbs_nobody(models, compile_once, tm
     engine_of(llm).check()
 
 
-def test_what_the_cache_does_not_keep_is_not_saved_and_short_sessions_are(models, tmp_path):
+def test_what_the_cache_does_not_keep_is_not_saved_and_short_sessions_are(
+    models, compile_once, tmp_path
+):
     bounded = LLM(models("llama"), **SMALL, kv_policy="streaming", kv_budget=40)
     session = bounded.session({"prompt_token_ids": IDS})
     with pytest.raises(CapacityError):

@@ -22,7 +22,7 @@ from jaxkv.testing import engine_of
 from poison import poisoned
 from tiny import BASE, make_checkpoint
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 CONFIG = BASE | {
     "model_type": "deepseek_v3",

@@ -34,7 +34,7 @@ from tiny import SMALL, make_checkpoint
 
 __all__ = ["torch"]
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 CONFIG = text_config("mixtral") | {"sliding_window": None}
 VOCAB, EXPERTS, USED = (
