@@ -49,7 +49,7 @@ from jaxkv.models.stream import (
 )
 from jaxkv.ops.adapters import TokenAdapters
 from jaxkv.ops.attention import AnyIndex, Batch, LatentMaps
-from jaxkv.ops.experts import Router, run_experts
+from jaxkv.ops.experts import Router, run_experts, weighed_parts
 from jaxkv.ops.layers import (
     add_up,
     linear,
@@ -570,7 +570,7 @@ class Layers:
             own = {name: w[f"shared_{name}"] for name in names if f"shared_{name}" in w}
             weigh = None
             if shared_TS is not None:
-                weigh = partial(routing.weighed_parts, weight_TS=shared_TS, axis=self._axis)
+                weigh = partial(weighed_parts, weight_TS=shared_TS, axis=self._axis)
             shared_TD = run_mlp(x_TD, own, limit=_limit(limits.shared, number), norm=weigh)
             if "shared_weight" in w:
                 shared_TD *= jax.nn.sigmoid(linear(x_TD, w["shared_weight"]))

@@ -4,7 +4,6 @@ part of the last one's, and makes logits of both. Source: ZAYA1, arXiv 2511.1712
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from jaxkv.axes import Array
@@ -35,14 +34,3 @@ def views(x_TD: Array, w: Weights, before_TX: Array | None, spec: ModelSpec) -> 
         y_TX = linear_float32(y_TX, w[name]) + w[f"{name}_bias"].astype(jnp.float32)[None]
         y_TX = ACTIVATIONS["gelu"](y_TX)
     return y_TX, view_TX
-
-
-def weighed_parts(up_TF: Array, weight_TS: Array, axis: str | None) -> Array:
-    """Weighs equal parts of what goes down in the MLP for all tokens, of which devices along `axis`
-    have some columns.
-    """
-    width = up_TF.shape[1]
-    num_devices = 1 if axis is None else jax.lax.axis_size(axis)
-    first = 0 if axis is None else jax.lax.axis_index(axis) * width
-    part_F = (first + jnp.arange(width)) // (width * num_devices // weight_TS.shape[1])
-    return up_TF * weight_TS[:, part_F]

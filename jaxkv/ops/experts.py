@@ -159,6 +159,17 @@ class Router:
         return jnp.where(kept, rank_TGX, outside).reshape(rank_TE.shape)
 
 
+def weighed_parts(up_TF: Array, weight_TS: Array, axis: str | None) -> Array:
+    """Weighs equal parts of what goes down in the MLP for all tokens, of which devices along `axis`
+    have some columns.
+    """
+    width = up_TF.shape[1]
+    num_devices = 1 if axis is None else jax.lax.axis_size(axis)
+    first = 0 if axis is None else jax.lax.axis_index(axis) * width
+    part_F = (first + jnp.arange(width)) // (width * num_devices // weight_TS.shape[1])
+    return up_TF * weight_TS[:, part_F]
+
+
 def run_experts(
     x_TD: Array,
     expert_TK: Array,

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -111,3 +112,24 @@ def test_a_tensor_of_all_experts_may_come_either_way_round():
         assert one.shape in part.shapes
         np.testing.assert_array_equal(part.take(one), want)
     assert Part(shape=(2, 4, 6), **place).shapes == ((2, 4, 6),)
+
+
+def test_rows_of_gates_by_turns_or_in_front_make_the_same_weights(tmp_path):
+    """Inkling as published, and its text part as transformers writes it alone."""
+    make_checkpoint(tmp_path, text_config("inkling_text"))
+    published = load_file(tmp_path / "model.safetensors")
+    alone: dict[str, np.ndarray] = {}
+    for name, stored in published.items():
+        if not name.endswith(("w13_dn.weight", ".gate_up_proj")):
+            alone[name] = stored
+            continue
+        turns = {"gate": stored[..., 0::2, :], "up": stored[..., 1::2, :]}
+        if ".experts." in name:
+            alone[name] = np.concatenate([*turns.values()], axis=-2)
+            continue
+        for which, rows in turns.items():
+            alone[re.sub("w13_dn|gate_up_proj", f"{which}_proj", name)] = rows
+    family, kept = read_family(read_config(tmp_path)), Kept(dtype="float32")
+    want, got = (load_weights(one, *family, kept) for one in (published, alone))
+    assert len(alone) > len(published)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
