@@ -323,11 +323,11 @@ def matmul_packed(
     for x, least in zip(more, (jnp.bfloat16, jnp.int8), strict=True):
         if x.dtype not in (least, jnp.float32):  # the machine code tells them by their bytes
             raise TypeError(f"expected scales or zeros of {least.dtype} or float32, got {x.dtype}")
-    wide = [x.shape[1:] if x.dtype != jnp.float32 else (0, 0) for x in more]
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((T, outputs), *wide)]
-    if kind == "int4" and ("int4_by_64", dtype.name) in names and D // groups % 64 == 0:
-        kind = "int4_by_64"
-        results.append(jax.ShapeDtypeStruct((T, D), x_TD.dtype))
+    results = [jax.ShapeDtypeStruct((T, outputs), jnp.float32)]
+    for by in (128, 64):
+        if kind == "int4" and (f"int4_by_{by}", dtype.name) in names and D // groups % by == 0:
+            kind = f"int4_by_{by}"
+            results.append(jax.ShapeDtypeStruct((T, D), x_TD.dtype))
     call = jax.ffi.ffi_call(names[kind, dtype.name], results, vmap_method="sequential")
     index, table = jnp.asarray(index, jnp.int32), table.astype(jnp.float32)[None, None]
     y_TF, *_ = call(x_TD, values_NGFC, index, *more, table)

@@ -192,32 +192,45 @@ class Product:
         for number, of_row in zip(numbers, self.sums, strict=True):
             place = of_row[output]
             before = f.load(self.kind, place, align=64)
-            added = _added(f, self.dtype, before, number, weights)
-            f.store(f"{self.kind} {added}", place, align=64)
+            after = added(f, self.dtype, before, number, weights)
+            f.store(f"{self.kind} {after}", place, align=64)
 
     def finish(self, output: str) -> None:
         """Adds the totals to y, for outputs from this one on."""
-        f = self.f
-        is_first = f.let(f"icmp eq i64 {self.start}, 0")
+        f, is_whole = self.f, self.dtype == "int8"
         of_rows = [[f.load(self.kind, place, align=64) for place in row] for row in self.sums]
-        is_whole = self.dtype == "int8"
         all_found = totals(f, of_rows, whole=is_whole)
-        add, number_of = ("add", "i32") if is_whole else ("fadd", "float")
-        kind = f"<{self.outputs} x {number_of}>"
         for number, found in zip(self.rows, all_found, strict=False):
             if is_whole:
-                found = f.let(f"sub {kind} {found}, {all_found[-1]}")
+                found = f.let(f"sub <{self.outputs} x i32> {found}, {all_found[-1]}")
             place = f.mul(f.add(f.mul(number, "%F"), output), 4)
-            before = f.load(kind, "%y", place, align=4)
-            before = f.let(f"select i1 {is_first}, {kind} zeroinitializer, {kind} {before}")
-            f.store(f"{kind} {f.let(f'{add} {kind} {before}, {found}')}", "%y", place, align=4)
+            add_totals(f, found, self.start, place, outputs=self.outputs, whole=is_whole)
+
+
+def add_totals(
+    f: Function,
+    found: str,
+    start: str,
+    place: str,
+    *,
+    outputs: int = OUTPUTS,
+    whole: bool = False,
+) -> None:
+    """Adds totals of columns from `start` on to what y has so many bytes behind its first number:
+    those of the first columns to 0.
+    """
+    add, number = ("add", "i32") if whole else ("fadd", "float")
+    kind, is_first = f"<{outputs} x {number}>", f.let(f"icmp eq i64 {start}, 0")
+    before = f.load(kind, "%y", place, align=4)
+    before = f.let(f"select i1 {is_first}, {kind} zeroinitializer, {kind} {before}")
+    f.store(f"{kind} {f.let(f'{add} {kind} {before}, {found}')}", "%y", place, align=4)
 
 
 def _kind(dtype: str) -> str:
     return {"bfloat16": PAIRS, "float32": SIXTEEN, "int8": WHOLE}[dtype]
 
 
-def _added(f: Function, dtype: str, before: str, x: str, w: str) -> str:
+def added(f: Function, dtype: str, before: str, x: str, w: str) -> str:
     """Adds products to sums."""
     if dtype == "float32":
         return f.fma(x, w, before)

@@ -50,11 +50,12 @@ def kernel(
 ) -> Kernel:
     """Returns the handler of this name. multiply: writes what multiplies outputs of tokens: x and
     y are addresses of the first ones, whose numbers are `first_token` and `first_output`, and
-    `num_tokens` and `num_outputs` says how many. C is the columns of a group. prepare: writes what
-    is done once before, and may change what tasks know.
+    `num_tokens` and `num_outputs` says how many. C is the columns of a group, and for each of
+    `more` there is how many bytes its numbers have, 0 for none. prepare: writes what is done once
+    before, and may change what tasks know.
     """
     numbers, addresses = (
-        ("blocks", "T", "used", "D", "F", "C"),
+        ("blocks", "T", "used", "D", "F", "C", *[f"{name}_bytes" for name in operands.more]),
         ("x", "w", "y", *operands.more, *operands.beside),
     )
     return Kernel(
@@ -94,12 +95,18 @@ def _begin(
         ),
         "y": of["y"].data,
         **{name: _data(f, of[name], number) for name in operands.more},
-        **{f"{name}_bytes": of[name].num_bytes() for name in operands.more},
+        **{f"{name}_bytes": _num_bytes(f, of[name]) for name in operands.more},
         **{name: of[name].data for name in operands.beside},
     }
     if prepare is not None:
         prepare(f, known)
     return known
+
+
+def _num_bytes(f: Function, stack: Buffer) -> str:
+    """Returns how many bytes a number of a stack has, 0 where it has none."""
+    is_none = f.let(f"icmp eq i64 {stack.dim(1)}, 0")
+    return f.let(f"select i1 {is_none}, i64 0, i64 {stack.num_bytes()}")
 
 
 def _data(f: Function, stack: Buffer, number: str) -> str:

@@ -235,7 +235,7 @@ PACKED = [
     *[(130, 33, 80, 96, kind, {}) for kind in KINDS],
     (7, 1, 48, 2080, "pairs", {}),
     (7, 1, 48, 2080, "int8", {}),
-    (7, 2, 48, 1024, "pairs", {"zeros": True}),
+    (7, 2, 48, 1152, "pairs", {"zeros": True}),
     (130, 2, 48, 192, "pairs", {"zeros": True}),
     (1, 3, 48, 64, "int4", {"zeros": True}),
     (2, 3, 32, 32, "pairs", {"zeros": True}),
@@ -255,10 +255,13 @@ def part_of(packed, kernel):
 
 
 def order_of(packed, kernel):
-    """Returns the order in which columns are added up: of 4 bits the even ones of 64 come first."""
+    """Returns the order in which columns are added up: of 4 bits every fourth one of 128, or every
+    second one of 64, comes first.
+    """
     order, is_4 = np.arange(packed.num_columns), packed.leaf.dtype in (jnp.uint8, jnp.int4)
     if kernel is matmul512 and is_4 and packed.dtype == jnp.bfloat16 and packed.group % 64 == 0:
-        order = order.reshape(-1, 32, 2).swapaxes(1, 2).reshape(-1)
+        apart = 4 if packed.group % 128 == 0 else 2
+        order = order.reshape(-1, 32, apart).swapaxes(1, 2).reshape(-1)
     return order
 
 
