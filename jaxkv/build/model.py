@@ -184,7 +184,7 @@ class Model:
         weights = load(source, spec, self.layout, kept)
         if blueprint.quantization in WITH_HEAD and HEAD in self.layout.top:
             packing = packing_for(blueprint.quantization, spec.hidden_size, dtype=kept.dtype)
-            weights = with_quantised_head(weights, packing, blueprint.placement)
+            weights = with_quantised_head(weights, packing, kept)
         return weights
 
     def _files(self, options: EngineOptions) -> Path:

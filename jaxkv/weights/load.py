@@ -26,7 +26,16 @@ from jaxkv.models.families.experts import in_other_form
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.matrices import values
 from jaxkv.placement import Placement, num_parts_of_columns
-from jaxkv.weights.packing import INT4, ZEROS, Packing, from_pairs, in_pairs, packing_for, quantise
+from jaxkv.weights.packing import (
+    INT4,
+    ZEROS,
+    Packing,
+    Quantise,
+    from_pairs,
+    in_pairs,
+    needs_a_program,
+    packing_for,
+)
 from jaxkv.weights.quantised import Dequantised
 from jaxkv.weights.safetensors import Checkpoint
 from jaxkv.weights.tree import HEAD, TreeLeaf, is_matrix, make_tree, tree_leaves
@@ -52,7 +61,8 @@ cache.
 class Kept:
     """Says how weights are kept: on the devices of `placement` as `dtype` (`TreeLeaf.kept_as`),
     bfloat16 as raw uint16 bits if `as_bits`. Matrices that are not stored quantised are quantised
-    by the method `quantization` (`packing.METHODS`). Without `check` nobody looks at the values.
+    by the method `quantization` (`packing.METHODS`), which `quantise` does. Without `check` nobody
+    looks at the values.
     """
 
     dtype: str
@@ -60,6 +70,7 @@ class Kept:
     placement: Placement | None = None
     check: bool = True
     quantization: str | None = None
+    quantise: Quantise = needs_a_program
 
     @property
     def placed(self) -> Placement:
@@ -84,21 +95,36 @@ class Kept:
     def put(self, host: np.ndarray, leaf: TreeLeaf) -> dict[str, Array]:
         """Puts a leaf that is not stored quantised on its devices."""
         if (packing := self.packing(leaf)) is not None:
-            return self.put_packed(quantise_layers(host, packing), leaf)
+            return self.put_packed(self.quantised(host, packing), leaf)
         is_short = host.dtype.itemsize == 2
         host = host.view(np.uint16) if self.as_bits and is_short else host
         return {"": put(host, leaf.name, self.placement)}
+
+    def quantised(self, host: np.ndarray, packing: Packing) -> dict[str, np.ndarray]:
+        """Makes the arrays of a quantised leaf of floats [..., F, D]."""
+        matrices = host.reshape(-1, *host.shape[-2:])
+        made = _empty(packing, matrices.shape)
+        for index, w_FD in enumerate(matrices):
+            _fill(made, index, self.quantise(w_FD, packing))
+        return _stacked_as(host.shape, made)
 
     def put_packed(self, parts: dict[str, np.ndarray], leaf: TreeLeaf) -> dict[str, Array]:
         """Puts the arrays of a quantised leaf, whose values of 4 bits are in pairs, on its devices,
         without zero points that all are 0.
         """
+        platform = self.placed.devices[0].platform
         # Versions of jax that keep bits of bfloat16 refuse arrays of int4 as arguments.
-        if parts[""].dtype == np.uint8 and not bfloat16_as_bits(self.placed.devices[0].platform):
+        as_int4 = parts[""].dtype == np.uint8 and not bfloat16_as_bits(platform)
+        if as_int4 and platform != "cpu":
             parts[""] = from_pairs(parts[""])
         if ZEROS in parts and not parts[ZEROS].any():
             del parts[ZEROS]
-        return {end: put(x, leaf.name + end, self.placement) for end, x in parts.items()}
+        found = {end: put(x, leaf.name + end, self.placement) for end, x in parts.items()}
+        if as_int4 and platform == "cpu":
+            # A fifth of the time; an accelerator would need twice the leaf's bytes more for it.
+            pairs = jax.lax.bitcast_convert_type(found[""], jnp.int4)
+            found[""] = pairs.reshape(*pairs.shape[:-2], -1)
+        return found
 
 
 def load_weights(
@@ -121,9 +147,7 @@ def load_weights(
             def load(leaf: TreeLeaf) -> dict[str, Array]:
                 packing = _packing(checkpoint, leaf, kept)
                 if packing is not None:
-                    return kept.put_packed(
-                        _packed(checkpoint, leaf, packing, kept.check, told), leaf
-                    )
+                    return kept.put_packed(_packed(checkpoint, leaf, packing, kept, told), leaf)
                 host = _stack(checkpoint, leaf, leaf.kept_as(kept.dtype), kept.check, told)
                 return kept.put(host, leaf)
 
@@ -304,7 +328,7 @@ def _packing(checkpoint: Tensors, leaf: TreeLeaf, kept: Kept) -> Packing | None:
 
 
 def _packed(
-    checkpoint: Tensors, leaf: TreeLeaf, packing: Packing, check: bool, told: Told
+    checkpoint: Tensors, leaf: TreeLeaf, packing: Packing, kept: Kept, told: Told
 ) -> dict[str, np.ndarray]:
     """Makes the arrays of a quantised leaf, matrix by matrix."""
     count = math.prod(leaf.shape[:-2])
@@ -315,13 +339,13 @@ def _packed(
         if isinstance(checkpoint, Dequantised):
             return checkpoint.packed(name, packing, leaf.one.part)
         one = leaf._replace(sources=(name,), shape=(per_source, *leaf.shape[-2:]))
-        host = _stack(checkpoint, one, np.dtype(np.float32), check, lambda _: None)
-        return (quantise(w_FD, packing) for w_FD in host)
+        host = _stack(checkpoint, one, np.dtype(np.float32), kept.check, lambda _: None)
+        return (kept.quantise(w_FD, packing) for w_FD in host)
 
     def make(index: int) -> None:
         name = leaf.sources[index]
         for number, parts in enumerate(matrices(name), index * per_source):
-            for x in parts.values() if check else ():
+            for x in parts.values() if kept.check else ():
                 if not is_finite(x):
                     file = checkpoint.entries[name].file
                     raise _not_finite(f"{file}: what makes {name}", x.reshape(-1), 0)
@@ -440,25 +464,14 @@ def dtypes_of(info: ArrayInfo) -> tuple[str, ...]:
     return FLOATS if info.below is None else INTEGERS
 
 
-def with_quantised_head(
-    weights: Mapping[str, Any], packing: Packing, placement: Placement | None
-) -> dict[str, Any]:
+def with_quantised_head(weights: Mapping[str, Any], packing: Packing, kept: Kept) -> dict[str, Any]:
     """Returns the tree with its head, or the embeddings that are it, as a quantised leaf, which is
     a stack of one. Tokens are still looked up in the embeddings as they were.
     """
     host = np.asarray(values(weights[HEAD if HEAD in weights else "embed"]))
-    parts = quantise_layers(host[None], packing)
-    found = {HEAD + suffix: put(x, HEAD + suffix, placement) for suffix, x in parts.items()}
+    parts = kept.quantised(host[None], packing)
+    found = {HEAD + suffix: put(x, HEAD + suffix, kept.placement) for suffix, x in parts.items()}
     return {**weights, **found}
-
-
-def quantise_layers(host: np.ndarray, packing: Packing) -> dict[str, np.ndarray]:
-    """Makes the arrays of a quantised leaf of floats [..., F, D]."""
-    matrices = host.reshape(-1, *host.shape[-2:])
-    made = _empty(packing, matrices.shape)
-    for index, w_FD in enumerate(matrices):
-        _fill(made, index, quantise(w_FD, packing))
-    return _stacked_as(host.shape, made)
 
 
 def _stacked_as(shape: tuple[int, ...], made: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

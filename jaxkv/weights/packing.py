@@ -11,7 +11,7 @@ columns, [F, G, D / G], it writes out the matrix first.
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ DYNAMIC = "_dynamic_scales"
 GROUP = 128
 """Columns that share a scale in 4 bits, fewer where that is no divisor."""
 
-LEAST_GROUP, TINY = 8, 1e-30
+LEAST_GROUP = 8
 
 INT4 = np.dtype(ml_dtypes.int4)
 METHODS = {
@@ -44,13 +44,9 @@ METHODS = {
 WITH_HEAD = ("int8_dynamic",)
 """Methods by which the head is quantised too: there it would stay the slowest matmul of a step."""
 
+
 LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}
-
-CUT = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-"""What scales in 4 bits are tried to be, as parts of those that cut nothing off."""
-
-AT_ONCE = 2**16
-"""Values that are quantised together, so that they stay in the processor's cache."""
+"""The largest values, which that of a group or row becomes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +87,15 @@ class Packing:
         return found
 
 
+Quantise = Callable[[npt.NDArray[Any], Packing], dict[str, npt.NDArray[Any]]]
+"""Makes the arrays of a matrix of floats [F, D], with values of 4 bits in pairs."""
+
+
+def needs_a_program(w_FD: npt.NDArray[Any], packing: Packing) -> dict[str, npt.NDArray[Any]]:
+    """Stands where weights are loaded that are not to be quantised. Raises: ValueError."""
+    raise ValueError("quantise: expected programs.rounding.quantise beside quantization, got none")
+
+
 def packing_for(
     method: str, num_columns: int, num_parts: int = 1, *, dtype: str = "float32"
 ) -> Packing:
@@ -111,55 +116,6 @@ def packing_for(
             f"{LEAST_GROUP} for int4, got {num_columns} columns on {num_parts} devices"
         )
     return Packing(INT4, group, BFLOAT16 if dtype == "bfloat16" else FLOAT32)
-
-
-def quantise(w_FD: npt.NDArray[Any], packing: Packing) -> dict[str, npt.NDArray[Any]]:
-    """Rounds a matrix of floats to multiples of its scales. Symmetric: there are no zero points.
-    The largest value of a group becomes the largest that there is; in 4 bits it may be cut off
-    where that lessens the squared error of the group.
-    """
-    arrays = packing.arrays(w_FD.shape).items()
-    made = {suffix: np.empty(shape, dtype) for suffix, (shape, dtype) in arrays}
-    values_GFC, scales_GF = made.values()
-    piece = max(1, AT_ONCE // w_FD.shape[1])
-
-    def run(start: int) -> None:
-        rows = slice(start, start + piece)
-        w_GFC = w_FD[rows].astype(np.float32, copy=False)
-        w_GFC = w_GFC.reshape(-1, len(values_GFC), values_GFC.shape[2]).swapaxes(0, 1)
-        values_GFC[:, rows], scales_GF[:, rows] = _rounded(w_GFC, packing)
-
-    with ThreadPoolExecutor() as threads:  # numpy lets others run meanwhile
-        list(threads.map(run, range(0, len(w_FD), piece)))
-    return made
-
-
-def _rounded(w: npt.NDArray[np.float32], packing: Packing) -> tuple[Any, Any]:
-    """Returns values and scales of matrices [..., C]."""
-
-    def stored(scale: Any) -> Any:
-        return scale.astype(packing.scales).astype(np.float32)
-
-    dtype, most = packing.dtype, LARGEST[packing.dtype.name]
-    largest = np.abs(w).max(axis=-1, keepdims=True)
-    is_zero = largest < TINY  # whose scales might be 0
-    scale = stored(np.where(is_zero, 1, largest) / np.float32(most))
-    if dtype.name.startswith("float"):
-        return np.clip(w / scale, -most, most).astype(dtype), scale[..., 0]
-    found = np.clip(np.rint(w / scale), -most, most)
-    if dtype == INT4:
-        place = np.abs(w).argmax(axis=-1, keepdims=True)
-        extreme = np.take_along_axis(w, place, axis=-1)
-        least = np.square(found * scale - w).sum(axis=-1, keepdims=True)
-        for part in CUT:
-            # The extreme becomes -8 or is cut off there, so that all sixteen values count.
-            tried = stored(np.where(is_zero, 1, extreme) * np.float32(part / -8))
-            other = np.clip(np.rint(w / tried), -8, 7)
-            error = np.square(other * tried - w).sum(axis=-1, keepdims=True)
-            is_less = error < least
-            found, scale = np.where(is_less, other, found), np.where(is_less, tried, scale)
-            least = np.minimum(error, least)
-    return found.astype(np.int8).astype(dtype), scale[..., 0]
 
 
 def in_pairs(x: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

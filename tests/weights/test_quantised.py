@@ -18,9 +18,10 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.decoder import head_of, logits
 from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.models.stream import normed
+from jaxkv.programs.rounding import quantise
 from jaxkv.testing import blueprint_of, model_of
 from jaxkv.weights.orbax import convert, load_converted
-from jaxkv.weights.packing import DYNAMIC, METHODS, SCALES, packing_for, quantise
+from jaxkv.weights.packing import DYNAMIC, METHODS, SCALES, from_pairs, packing_for
 from quantised import (
     BITSANDBYTES,
     CASES,
@@ -132,7 +133,7 @@ def test_int8_dynamic_quantises_the_head_and_not_the_embeddings(tmp_path, tied):
 def test_four_bits_cut_off_what_costs_less_than_it_spares():
     w = np.random.default_rng(0).standard_t(3, size=(64, 256)).astype(np.float32)
     made = quantise(w, packing_for("int4", 256))
-    got = made[""].astype(np.float32) * made[SCALES][..., None]
+    got = from_pairs(made[""]).astype(np.float32) * made[SCALES][..., None]
     groups = w.reshape(64, 2, 128).swapaxes(0, 1)
     scale = np.abs(groups).max(axis=2, keepdims=True) / 7
     plain = np.rint(groups / scale) * scale
