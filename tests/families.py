@@ -571,6 +571,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"indexer_types": ["full", "full", "full", "shared", "shared", "full"]}
     | {"first_k_dense_replace": 1, "final_logit_softcapping": 5.0}
     | {"rope_parameters": YARN | {"attention_factor": 1.0}},
+    "dots3_note_text": {"num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 6}
+    | {"q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8}
+    | {"v_head_dim": 10, "head_dim": 20, "index_topk": 8, "index_head_dim": 12}
+    | {"index_n_heads": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4}
+    | {"swa_q_lora_rank": 28, "swa_kv_lora_rank": 40, "swa_head_dim": 16, "swa_v_head_dim": 14}
+    | {"swa_qk_nope_head_dim": 12, "sliding_window": 8, "moe_intermediate_size": 24}
+    | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+    | {"shared_experts_intermediate_size": 20, "n_shared_experts": 2, "rms_norm_eps": 1e-2}
+    | {"routed_scaling_factor": 1.7},
     "cohere_compass_text": WINDOW
     | {"logit_scale": 0.3}
     | {"rope_parameters": {"full_attention": None, "sliding_attention": ROPE}},
@@ -693,9 +702,20 @@ GRANITE_SPEECH = {
     "has_lora_adapter": False,
 }
 
+DOTS3: tuple[dict[str, Any], dict[str, Any]] = (
+    {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    | {"adapter_in_dim": 16, "adapter_out_dim": 48, "mlp_layer_types": ["dense"]},
+    {
+        "audio_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        | {"num_attention_heads": 2, "downsample_hidden_size": 8, "adapter_input_size": 16}
+        | {"adapter_out_dim": 48, "max_position_embeddings": 64}
+    },
+)
+
 WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "aria": ("aria_text", SIGLIP, {"projector_patch_to_query_dict": {"4": 2}}),
     "deepseek_vl": ("llama", SIGLIP, {}),
+    "dots3_note": ("dots3_note_text", *DOTS3),
     "emu3": (
         "emu3_text_model",
         {},

@@ -99,6 +99,21 @@ class ConfigReader:
         asked = self.asked[self._names.get(key, key)]
         return ConfigReader(value, f"{self.where}: {key}", asked=asked)
 
+    def by_layer(self, key: str, known: Collection[str]) -> list[ConfigReader]:
+        """Reads what the object under `key` says of each layer by its number, which is nothing of
+        those that it does not name. known: the keys that it may have of a layer.
+        """
+        section, num_layers = self.section(key), self.num_layers
+        found = [ConfigReader({}, section.where) for _ in range(num_layers)]
+        for number in section.values:  # transformers writes "07" where there are more than 10
+            layer = int(number) if number.isdecimal() and len(number) <= 6 else num_layers
+            if layer >= num_layers:
+                raise self.fail(key, f"an object with numbers below {num_layers} as its keys")
+            found[layer] = section.section(number)
+            if found[layer].values.keys() - set(known):
+                raise self.fail(key, f"{', '.join(known)} only")
+        return found
+
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """Reads a list of so many numbers from 1e-30 to 1e30."""
         given = self.get(key)

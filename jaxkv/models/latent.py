@@ -78,18 +78,20 @@ def project(
     w: Weights,
     rope: Rotation | None,
     spec: ModelSpec,
+    row_size: int,
     position_T: Array,
     number: Array,
     before: Before,
 ) -> Projected:
-    """Computes what tokens are in layer `number` (int32). before: what layers before it have left,
-    which takes the place of index heads and of latents where this one has none.
+    """Computes what tokens are in layer `number` (int32), whose rows have so many numbers. before:
+    what layers before it have left, which takes the place of index heads and of latents where this
+    one has none.
     """
     up: HeadMatrices = w["k_up"]
     h_TD = query_TX = gate_TX = x_TD
     if "q_down" in w:
         low_TQ = linear(x_TD, w["q_down"], w.get("q_down_bias"))
-        h_TD = query_TX = rms_norm(low_TQ, values(w["q_down_norm"]), eps=spec.attention.latent_eps)
+        h_TD = query_TX = _normed(low_TQ, w, "q_down", spec)
         if w["q"].num_columns == 2 * low_TQ.shape[1]:
             query_TX = gate_TX = jnp.concatenate([h_TD, low_TQ], axis=1)
     # As in attention of other kinds: else XLA may split the weight into heads, not the result.
@@ -105,7 +107,7 @@ def project(
         chooser = _chooser(x_TD, h_TD, w, rope, spec.attention.index, position_T)
         before = before if before.chooser is None else before._replace(chooser=chooser)
     if chooser is not None:
-        missing = spec.groups[0].head_dim - chooser[1].shape[2] - latent_T1X.shape[2]
+        missing = row_size - chooser[1].shape[2] - latent_T1X.shape[2]
         parts += [jnp.zeros((*latent_T1X.shape[:2], missing), jnp.float32), chooser[1]]
     row_T1H, choice = jnp.concatenate(parts, axis=-1), chooser and chooser[0]
     return Projected(q_TNH, row_T1H, choice, gate_TX, before)
@@ -124,12 +126,11 @@ def _latents(
         return before.latents[kind], before
     row_TF = jax.lax.optimization_barrier(linear(x_TD, w["kv_down"], w.get("kv_down_bias")))
     row_T1X, up = row_TF[:, None], w["k_up"]
-    latent_T1R = rms_norm(
-        row_T1X[..., : up.num_rows], values(w["kv_down_norm"]), eps=spec.attention.latent_eps
-    )
-    if spec.attention.latent_factor != 1.0:
-        latent_T1R *= spec.attention.latent_factor
+    latent_T1R = _normed(row_T1X[..., : up.num_rows], w, "kv_down", spec)
     rotated_T1P = row_T1X[..., up.num_rows :]
+    if "rotated_norm" in w:
+        eps = spec.attention.latent_eps
+        rotated_T1P = rms_norm(rotated_T1P, values(w["rotated_norm"]), eps=eps)
     if rope is not None:
         rotated_T1P = apply_rope(rotated_T1P, rope)
     latent_T1X = jnp.concatenate([latent_T1R, rotated_T1P], axis=-1)
@@ -139,6 +140,14 @@ def _latents(
     kept = list(before.latents)
     kept[kind] = jnp.where(is_source, latent_T1X, kept[kind])
     return latent_T1X, before._replace(latents=(kept[0], kept[1]))
+
+
+def _normed(x: Array, w: Weights, name: str, spec: ModelSpec) -> Array:
+    """Returns what a matrix of this name makes smaller, [.., R], behind its norm."""
+    normed = rms_norm(x, values(w[f"{name}_norm"]), eps=spec.attention.latent_eps)
+    if not spec.attention.scales_latents:
+        return normed
+    return normed * (spec.hidden_size / x.shape[-1]) ** 0.5
 
 
 def _grown(q_TNH: Array, w: Weights, name: str, position_T: Array) -> Array:

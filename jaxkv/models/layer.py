@@ -253,7 +253,8 @@ class Layers:
         """Returns what attends in any of these layers."""
         spec = self._spec
         groups = sorted({spec.group_of(layer)[0] for layer in layers})
-        head_dim, rotation_of = spec.groups[groups[0]].head_dim, self._ropes.of(layers)
+        group, rotation_of = spec.groups[groups[0]], self._ropes.of(layers)
+        head_dim, scale = group.head_dim, spec.scale_of(group)
         slopes_N, position_T = np.array(spec.attention.slopes), jnp.asarray(self._batch.position_T)
         head_dim -= alibi.NUM_DIMS if slopes_N.size else 0
         temperature, warmth_T1 = spec.attention.temperature, None
@@ -271,7 +272,7 @@ class Layers:
             index: AnyIndex | None
             if "k_up" in w:
                 q, k, index, gate_TX, before = latent.project(
-                    h_TD, w, rope, spec, position_T, number, held.before
+                    h_TD, w, rope, spec, head_dim, position_T, number, held.before
                 )
                 maps, v, held = LatentMaps(w["k_up"], w["v_up"]), None, held._replace(before=before)
             elif compress is not None:
@@ -289,20 +290,19 @@ class Layers:
                 k, index = with_index_key(h_TD, k, w, rope, spec)
             if slopes_N.size and k is not None:
                 q, k = alibi.with_positions(
-                    *(q, k, position_T, slopes_N), scale=self._attend.scale, axis=self._axis
+                    *(q, k, position_T, slopes_N), scale=scale, axis=self._axis
                 )
             if warmth_T1 is not None:
                 q = q * warmth_T1[..., None]
             if spec.attention.by_depth:
                 q = q / (number + 1)
-            if spec.attention.by_head_dim:
-                q = q / head_dim
             sinks_N, dtype = w.get("sinks"), w["o"].dtype
             out_TNH, held = self._attend(
                 held,
                 number,
                 *(q, k, v),
                 groups=groups,
+                scale=scale,
                 sinks_N=sinks_N,
                 maps=maps,
                 index=index,

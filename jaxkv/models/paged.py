@@ -65,9 +65,7 @@ class PagedAttention:
         self, attention: Attention, kv: PagedKV, batch: Batch, spec: ModelSpec, num_devices: int
     ) -> None:
         self._attention, self._kv, self._batch = attention, kv, batch
-        asked = spec.attention
-        self.scale = spec.head_dim**-0.5 if asked.scale is None else asked.scale
-        self._cap = asked.cap
+        self._cap = spec.attention.cap
         layers = range(spec.num_layers)
         # A layer without keys and values asks for none.
         places = [spec.group_of(x) if spec.has_attention(x) else (0, 0) for x in layers]
@@ -108,6 +106,7 @@ class PagedAttention:
         q_TNH: jax.Array,
         *kv: jax.Array | None,
         groups: Sequence[int],
+        scale: float,
         sinks_N: jax.Array | None,
         maps: LatentMaps | None,
         index: AnyIndex | None,
@@ -120,7 +119,7 @@ class PagedAttention:
         Returns (out [T, N, H] of the values' H, what is held after it).
         """
         attend = partial(
-            self._attend, Terms(self.scale, out_dtype, self._cap, sinks_N, maps, index, distances)
+            self._attend, Terms(scale, out_dtype, self._cap, sinks_N, maps, index, distances)
         )
         if not self._has_places:
             return attend(0, self._of_groups[0], held, number, q_TNH, *kv)

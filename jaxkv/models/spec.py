@@ -106,20 +106,21 @@ class BlockIndexSpec:
 class AttentionSpec:
     """Says what attention does beside what its tensors show.
 
-    scale: of the scores, head_dim**-0.5 if None. cap: scores are cap * tanh(score / cap), where it
-    is not 0. qk_norm: what a norm of queries and keys is over, each "head" alike, "heads" with
-    weights of their own, or the "whole" of them; before the rotation, or `norm_after_rope` where
-    there is one. clip: bounds queries, keys and values from both sides, where it is not 0, behind
-    a norm of the whole. kv_sources: for each layer the one whose keys and values it attends to; ()
-    if each has its own. latent_sources: layers whose latents those behind them that make none
+    scale: of the scores, head_dim**-0.5 if None, where a KV group has none of its own
+    (`ModelSpec.scale_of`). cap: scores are cap * tanh(score / cap), where it is not 0. qk_norm:
+    what a norm of queries and keys is over, each "head" alike, "heads" with weights of their own,
+    or the "whole" of them; before the rotation, or `norm_after_rope` where there is one. clip:
+    bounds queries, keys and values from both sides, where it is not 0, behind a norm of the whole.
+    kv_sources: for each layer the one whose keys and values it attends to; () if each has its own.
+    latent_sources: layers whose latents those behind them that make none
     repeat in their rows (of those that rotate the last one's, if they do too). latent_eps: of the
-    norms inside of latent attention. latent_factor: of latents, before they are stored. gate: the
-    activation of gates of what attention gives, which are one for each head or each number.
-    gate_factor: of what goes into it.
+    norms inside of latent attention. scales_latents: behind their norms latents, and what queries
+    are made of, are multiplied by (hidden size / their own size)**0.5. gate: the activation of
+    gates of what attention gives, which are one for each head or each number. gate_factor: of what
+    goes into it.
     slopes: of each query head, by which scores fall with distance (`models.alibi`); () for none.
     by_depth: scores are divided by the number of their layer, 1 for the first. Source: Mistral by
     Stanford CRFM.
-    by_head_dim: scores are divided by the size of a head, in which layers may differ.
     has_distances: scores get what a query gives the distance to a key (`ops.attention.Distances`).
     index: how keys are chosen; None: all are attended to.
     near: so many last tokens are attended to one by one, and older ones by entries of several
@@ -138,12 +139,11 @@ class AttentionSpec:
     kv_sources: tuple[int, ...] = ()
     latent_sources: tuple[int, ...] = ()
     latent_eps: float = 1e-6
-    latent_factor: float = 1.0
+    scales_latents: bool = False
     gate: str = "sigmoid"
     gate_factor: float = 1.0
     slopes: tuple[float, ...] = ()
     by_depth: bool = False
-    by_head_dim: bool = False
     has_distances: bool = False
     index: IndexSpec | BlockIndexSpec | None = None
     near: int = 0
@@ -269,7 +269,7 @@ class KVGroup:
     so many are the value (latent attention); None: values are as large as keys, and beside them.
     Where keys are chosen (`AttentionSpec.index`) the last numbers of a row are its key for that.
     has_index_key: each token has one more key, by which blocks or pools are chosen. num_heads: of
-    queries, where groups differ in it; None: as many as the model says.
+    queries, where groups differ in it, and scale: of scores; None: as the model says.
     """
 
     layers: tuple[int, ...]
@@ -280,6 +280,7 @@ class KVGroup:
     latent_dim: int | None = None
     has_index_key: bool = False
     num_heads: int | None = None
+    scale: float | None = None
 
     @property
     def token_numbers(self) -> int:
@@ -359,6 +360,11 @@ class ModelSpec:
         ropes = {rope for rope in (self.rope, *self.layer_ropes) if rope}
         beyond = {rope.kind for rope in ropes if max_len > rope.original_max_len > 0}
         return max_len if "dynamic" in beyond else int("longrope" in beyond)
+
+    def scale_of(self, group: KVGroup) -> float:
+        """Returns what scores are multiplied by in the layers of a KV group."""
+        scale = self.attention.scale if group.scale is None else group.scale
+        return self.head_dim**-0.5 if scale is None else scale
 
     @property
     def query_heads(self) -> str:

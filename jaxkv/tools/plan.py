@@ -244,8 +244,9 @@ def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences
     )
     if not spec.kv_layers:
         heads = "no attention"
-    elif (rank := spec.groups[0].latent_dim) is not None:
-        heads = f"{spec.num_heads} query heads over one latent row of {rank}"
+    elif spec.groups[0].latent_dim is not None:
+        ranks = " or ".join(map(str, sorted({group.latent_dim or 0 for group in spec.groups})))
+        heads = f"{spec.query_heads} query heads over one latent row of {ranks}"
     kinds = (
         f"weights {blueprint.dtype}, KV cache of {spec.token_numbers} numbers per token and layer "
         f"in {blueprint.kv_cache_dtype}, kv_policy {blueprint.limits.kv_policy}"

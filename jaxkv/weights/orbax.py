@@ -51,7 +51,7 @@ from jaxkv.weights.packing import (
 )
 from jaxkv.weights.tree import TreeLeaf, is_matrix, make_tree, tree_leaves
 
-FORMAT = 13
+FORMAT = 14
 """To be raised with every change of the weight tree, of ModelSpec or of the header."""
 
 HEADER = "jaxkv.json"

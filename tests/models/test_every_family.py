@@ -47,6 +47,7 @@ QUICK = {
     "cohere-qk-norm",  # weights of its own for each head, side by side, interleaved
     "deepseek_v4",  # entries of several tokens, experts by token, outputs by groups of heads
     "diffllama",  # pairs of heads, of which the second is taken off
+    "dots3_note_text",  # latents of two sizes that are scaled, windows beside an index
     "doge",  # keys that add to scores what they are worth, a stream that is weighed
     "dory",  # vectors of length 1, steps towards what blocks give, layers that run more than once
     "falcon",  # one KV head, fused

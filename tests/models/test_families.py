@@ -375,6 +375,27 @@ def test_rotations_that_transformers_does_not_read_are_refused():
             {"indexer_types": None, "index_topk_freq": 2, "no_rope_layers": None}
             | {"no_rope_layer_interval": 2, "kv_source_layers": None},
         ),
+        (
+            "dots3_note_text",
+            {"use_dsa": False, "moe_layer_freq": [0, 1, 1, 0, 1, 1, 1], "rope_theta": 1e5}
+            | {"swa_qk_rope_head_dim": 4, "sliding_window": None, "sliding_window_size": 5}
+            | {"moe_shared_expert_intermediate_size": 28, "first_k_dense_replace": 2},
+        ),
+        (
+            "dots3_note_text",
+            {"layer_types": ["full_attention", "sliding_attention"] * 6, "num_hidden_layers": 12}
+            | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "moe_layer_freq": 3},
+        ),
+        (
+            "dots3_note_text",
+            {"layer_types": ["full_attention", "indexed_attention"] + ["sliding_attention"] * 4}
+            | {"per_layer_config": {str(i): {"v_head_dim": 6} for i in range(2, 6)}},
+        ),
+        ("dots3_note_text", {"use_sliding_window": False, "swa_rope_theta": 7e3}),
+        (
+            "dots3_note_text",
+            {"model_type": "dots3_note", "vision_config": families.DOTS3[0]} | families.DOTS3[1],
+        ),
         ("cohere_compass_text", {"logit_scale": None, "layer_types": None}),
         (
             "hunyuan_vl_text",
@@ -784,6 +805,24 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("step3p5", "swiglu_limits", [1.0], "a number or null for each of the 4 layers"),
         ("step3p5", "swiglu_limits", [-1.0] * 4, "a number from 0"),
         ("step3p5", "use_qk_norm", False, "True"),
+        (
+            "dots3_note_text",
+            "per_layer_config",
+            {"2": {"head_dim": 18, "qk_nope_head_dim": 10}},
+            "equal sizes in all layers of sliding",
+        ),
+        ("dots3_note_text", "per_layer_config", {"6": {}}, "an object with numbers below 6"),
+        ("dots3_note_text", "per_layer_config", {"2": {"skip": ["mlp"]}}, "num_attention_heads, "),
+        ("dots3_note_text", "num_key_value_heads", 2, "6, one for each query head"),
+        ("dots3_note_text", "moe_layer_freq", [1, 1], "a number for each of 6 layers"),
+        ("dots3_note_text", "q_lora_rank", None, "a whole number from 1"),
+        ("dots3_note_text", "index_head_dim", 6, "at least the 8 of qk_rope_head_dim"),
+        (
+            "dots3_note_text",
+            "rope_parameters",
+            {"sliding_attention": {"rope_theta": 1e4}},
+            "a section of indexed_attention too",
+        ),
         ("laguna", "num_attention_heads_per_layer", [6], "a number for each of the 3 layers"),
         ("laguna", "num_attention_heads_per_layer", [6, 0, 6], "a whole number"),
         ("mistral_large4_text", "q_lora_rank", 16, r"none \(not built\)"),

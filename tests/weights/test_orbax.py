@@ -354,8 +354,8 @@ UP = "orbax/weights/layers.up"
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("jaxkv.json", {"format": 1}, r"format: expected 13 \(convert the model again .*, got 1"),
-        ("jaxkv.json", {"format": None}, "format: expected 13 .*, got None"),
+        ("jaxkv.json", {"format": 1}, r"format: expected 14 \(convert the model again .*, got 1"),
+        ("jaxkv.json", {"format": None}, "format: expected 14 .*, got None"),
         ("jaxkv.json", {"crc32": [1]}, "crc32: expected an object"),
         ("jaxkv.json", {"dtype": "int8"}, "dtype: expected one of float32, bfloat16, got 'int8'"),
         ("jaxkv.json", {"dtype": ["bfloat16"]}, "dtype: expected one of float32, bfloat16, got"),

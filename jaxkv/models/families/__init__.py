@@ -53,6 +53,7 @@ TEXT_OF = {
     "cosmos3_omni": "qwen3_vl_text",
     "deepseek_vl": "llama",
     "deepseek_vl_hybrid": "llama",
+    "dots3_note": "dots3_note_text",
     "emu3": "emu3_text_model",
     "ernie4_5_vl_moe": "ernie4_5_vl_moe_text",
     "exaone4_5": "exaone4",

@@ -121,21 +121,14 @@ def _sizes(config: ConfigReader, kinds: Sequence[str], kind: str) -> tuple[int, 
     their numbers, and older files under names for all with full attention.
     """
     own: set[tuple[int, int]] = set()
-    each = config.section("per_layer_config")
-    if not all(key.isdecimal() for key in each.values):
-        raise config.fail("per_layer_config", "an object with the numbers of layers as its keys")
-    by_layer = {int(key): each.section(key) for key in each.values}
-    for reader in by_layer.values():
-        if reader.values.keys() - {"head_dim", "num_key_value_heads"}:
-            raise config.fail("per_layer_config", "head_dim and num_key_value_heads only")
+    each = config.by_layer("per_layer_config", ("head_dim", "num_key_value_heads"))
     dim, heads = config.size("head_dim"), config.size("num_key_value_heads")
     if kind == FULL and config.get("per_layer_config") is None:  # an empty one says: all alike
         dim = config.size("global_head_dim", 512)
         if config.flag("attention_k_eq_v", False):
             heads = config.size("num_global_key_value_heads", heads)
-    for layer, other in enumerate(kinds):
+    for reader, other in zip(each, kinds, strict=True):
         if other == kind:
-            reader = by_layer.get(layer, ConfigReader({}, each.where))
             own.add((reader.size("head_dim", dim), reader.size("num_key_value_heads", heads)))
     if any(dim % 2 for dim, _ in own):
         raise config.fail("head_dim", "an even number (rotary embedding pairs dimensions)")

@@ -139,7 +139,7 @@ def _read_form(
         names=QK_NORMED,
         kinds=[form.kind] * num_layers,
         ropes=[None] * num_layers,
-        attention=AttentionSpec(scale=1.0, by_head_dim=True, has_distances=True),
+        attention=AttentionSpec(has_distances=True),
         scales=Scales(logits=1 / config.number("logits_mup_width_multiplier")),
         experts=partial(_experts, config, router.num_sinks, is_alone) if form.is_routed else None,
         router=router if form.is_routed else None,
@@ -157,7 +157,7 @@ def _read_form(
     gain = leaf(f"{LAYER}mlp.{'gate.' if form.is_routed else ''}global_scale", (1,), (None,))
     spec = replace(
         spec,
-        groups=(replace(group, num_heads=spec.num_heads),),
+        groups=(replace(group, num_heads=spec.num_heads, scale=1 / head_dim),),
         states=(StateSpec(layers=tuple(range(num_layers)), mixer=keeper),),
     )
     return spec, replace(layout, layers=({**own, "mlp_scalar": gain},))

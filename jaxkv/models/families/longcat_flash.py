@@ -11,7 +11,7 @@ from dataclasses import replace
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import LAYER, Layout, Leaf, leaf
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
-from jaxkv.models.families.latent import MAX_HEAD, read_latent
+from jaxkv.models.families.latent import read_latent
 from jaxkv.models.spec import ModelSpec
 
 PREFIX = "model.layers.{pair}."
@@ -29,9 +29,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
             num_hidden_layers=2 * num_layers, intermediate_size=config.size("ffn_hidden_size")
         ),
     )
-    q_rank, rank = (config.size(f"{one}_lora_rank", at_most=MAX_HEAD) for one in ("q", "kv"))
-    scale = (spec.attention.scale or 1.0) * (hidden / q_rank) ** 0.5
-    attention = replace(spec.attention, scale=scale, latent_factor=(hidden / rank) ** 0.5)
+    config.size("q_lora_rank")  # what queries are made of is scaled
     experts, num_identity = _read_experts(config)
     count = experts.count + num_identity
     router = read_router(
@@ -51,7 +49,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     unread = rf"model\.layers\.\d+\.mlp\.experts\.({unread})\..*"
     spec = replace(
         spec,
-        attention=attention,
+        attention=replace(spec.attention, scales_latents=True),
         router=router,
         layer_kinds=(0, 1) * num_layers,
     )

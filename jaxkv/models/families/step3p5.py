@@ -88,15 +88,8 @@ def _heads(config: ConfigReader, kinds: list[str]) -> list[int]:
     near = config.section("attention_other_setting").size("num_attention_heads", plain)
     near = config.size("num_sliding_attention_heads", near)
     found = [near if kind == SLIDING else plain for kind in kinds]
-    if config.get("per_layer_config") is None:
-        return found
-    each = config.section("per_layer_config")
-    for layer in range(len(kinds)):
-        own = each.section(str(layer))
-        if own.values.keys() - {"num_attention_heads"}:
-            raise config.fail("per_layer_config", "num_attention_heads only")
-        found[layer] = own.size("num_attention_heads", found[layer])
-    return found
+    each = config.by_layer("per_layer_config", ["num_attention_heads"])
+    return [own.size("num_attention_heads", one) for own, one in zip(each, found, strict=True)]
 
 
 def _dense(config: ConfigReader, num_layers: int) -> list[int]:
