@@ -19,6 +19,10 @@ class CheckpointError(ValueError):
         return cls(f"{where}: {'; '.join(problems[:10])}{more}")
 
 
+NO_GGUF = "GGUF is not read: pass a directory or hub id that has the model as *.safetensors"
+"""Says what to do where a model's only weights are of this format."""
+
+
 class SavedFileError(ValueError):
     """A file of saved keys and values is broken, or of another model; the message names the file,
     expected and got.

@@ -97,6 +97,8 @@ class LLM(PoolingCalls):
         self._compile_cache = use_compile_cache(devices[0])
         native.prepare(kernel_folder(devices[0]))
         model = find_model(options)
+        if model.pooling is None:
+            model.default_params()  # raises for what a file asks for that cannot be
         with ExitStack() as undo:
             # Before anything takes long: it may be somebody else's.
             self._directory = None if options.kv_disk is None else Directory(Path(options.kv_disk))

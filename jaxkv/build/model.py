@@ -78,7 +78,8 @@ class Model:
             return _params_of(self.generation)
         except ValueError as error:
             raise CheckpointError(
-                f"{self.directory / GENERATION}: {error}; pass sampling_params to set your own"
+                f"{self.directory / GENERATION}: {error}; correct it, or pass "
+                f"generation_config='vllm', which leaves out what the file says"
             ) from error
 
     def loaded(self, blueprint: Blueprint) -> Model:
@@ -220,7 +221,9 @@ def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
         where, revision = directory, options.tokenizer_revision
         if options.tokenizer is not None or revision is not None:
             other = _given(options) if options.tokenizer is None else options.tokenizer
-            where = resolve_model(other, revision=revision, only=only, access=access)
+            where = resolve_model(
+                other, revision=revision, only=only, access=access, option="tokenizer"
+            )
         tokenizer = load_tokenizer(where, trust_remote_code=options.trust_remote_code)
         if options.chat_template is not None:
             tokenizer.chat_template = _template(options.chat_template)
@@ -300,9 +303,11 @@ def _unread(changes: Mapping[str, Any], values: Mapping[str, Any], asked: Any) -
 
 def _params_of(generation: Mapping[str, Any]) -> SamplingParams:
     """Returns what values of a generation_config.json ask for. Raises: ValueError."""
-    names = {"max_new_tokens": "max_tokens"}
     given = {k: v for k in DEFAULTED if (v := generation.get(k)) is not None}
-    return SamplingParams(**{names.get(k, k): v for k, v in given.items()})
+    most = given.pop("max_new_tokens", None)
+    if most is not None and (not is_int(most) or most < 1):
+        raise ValueError(f"max_new_tokens: expected a number >= 1, got {most!r}")
+    return SamplingParams(**given, **({} if most is None else {"max_tokens": most}))
 
 
 def _overriding(changes: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxkv.errors import CheckpointError
+from jaxkv.errors import NO_GGUF, CheckpointError
 
 WITHOUT_WEIGHTS = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 ALLOW_PATTERNS = ("*.safetensors", *WITHOUT_WEIGHTS)
@@ -47,9 +47,10 @@ def resolve_model(
     revision: str | None = None,
     only: tuple[str, ...] = ALLOW_PATTERNS,
     access: Access = PUBLIC,
+    option: str = "model",
 ) -> Path:
-    """Finds the local directory of a model: `model` itself if it is one, else the hub's snapshot of
-    `org/name` or `name`.
+    """Finds the local directory of a model, or of the tokenizer that `option` names: `model` itself
+    if it is one, else the hub's snapshot of `org/name` or `name`.
 
     Fetches `only` files of these names, by default weights, JSON, chat templates and vocabularies:
     no code, no pickle. A PathLike is always meant as a path.
@@ -65,12 +66,17 @@ def resolve_model(
             )
         return Path(text)
     if isinstance(model, os.PathLike) or _looks_like_path(text):
+        if option == "tokenizer":
+            raise CheckpointError(
+                f"tokenizer: {text}: expected a directory with tokenizer.json or "
+                f"tokenizer_config.json, got {_kind(text)}"
+            )
         raise CheckpointError(
             f"{text}: expected a directory with config.json and *.safetensors, got {_kind(text)}"
         )
     if not _HUB_ID.fullmatch(text):
         raise CheckpointError(
-            f"model: expected a local directory or a hub id such as org/name, got {text[:200]!r}"
+            f"{option}: expected a local directory or a hub id such as org/name, got {text[:200]!r}"
         )
     return _fetch(text, revision, only, access)
 
@@ -95,7 +101,10 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _kind(text: str) -> str:
-    return "a file; pass the directory that holds it" if os.path.exists(text) else "nothing there"
+    if not os.path.exists(text):
+        return "nothing there"
+    is_gguf = text.endswith(".gguf")
+    return f"a file; {NO_GGUF if is_gguf else 'pass the directory that holds it'}"
 
 
 def _fetch(hub_id: str, revision: str | None, only: tuple[str, ...], access: Access) -> Path:

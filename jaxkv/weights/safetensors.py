@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from jaxkv.errors import CheckpointError
+from jaxkv.errors import NO_GGUF, CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -249,14 +249,12 @@ def _single_name(directory: Path) -> str:
     found = [name for name in files if name.endswith(".safetensors")]
     if len(found) == 1:
         return found[0]
-    pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
     expected = f"{INDEX_NAME}, {SINGLE_NAME} or exactly one *.safetensors"
-    raise _wrong(
-        directory,
-        expected,
-        _show(found or pickles),
-        _CONVERT if pickles and not found else _REFETCH,
-    )
+    for ends, advice in (((".bin", ".pt", ".pth"), _CONVERT), ((".gguf",), NO_GGUF)):
+        others = [name for name in files if name.endswith(ends)]
+        if others and not found:
+            raise _wrong(directory, expected, _show(others), advice)
+    raise _wrong(directory, expected, _show(found))
 
 
 def _check_regular(file: Path) -> None:

@@ -1071,16 +1071,34 @@ def test_a_repetition_penalty_of_the_model_s_own_is_used(llm, make, checkpoint, 
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("repetition_penalty", 0),
+        ("temperature", "hot"),
+        ("temperature", math.nan),
+        ("top_k", -5),
+        ("top_p", [0.9]),
+        ("min_p", True),
+        ("max_new_tokens", "10"),
+        ("max_new_tokens", 0),
+    ],
+)
 def test_a_generation_config_that_asks_for_what_cannot_be_says_how_to_go_on(
+    checkpoint, tmp_path, key, value
+):
+    directory = copy_of(checkpoint, tmp_path, generation_config={key: value})
+    expected = rf"generation_config\.json: {key}: expected .*, got {re.escape(repr(value))}; "
+    with pytest.raises(CheckpointError, match=expected + "correct it, or pass generation_config="):
+        LLM(directory, **SMALL)
+
+
+def test_a_generation_config_that_asks_for_what_cannot_be_may_be_left_out(
     make, checkpoint, tmp_path
 ):
-    llm = make(copy_of(checkpoint, tmp_path, generation_config={"repetition_penalty": 0}))
-    with pytest.raises(
-        ValueError, match=r"generation_config\.json: repetition_penalty: expected .*, got 0; pass "
-    ):
-        run(llm, PROMPTS, None)
-    assert len(tokens(run(llm, PROMPTS))) == 4
-    assert_empty(llm)
+    directory = copy_of(checkpoint, tmp_path, generation_config={"repetition_penalty": 0})
+    llm = make(directory, generation_config="vllm")
+    assert len(tokens(run(llm, PROMPTS, None))) == 4
 
 
 def test_chat_is_generate_on_the_rendered_conversation(llm):

@@ -432,6 +432,12 @@ def test_a_config_means_what_transformers_writes_for_it(variant, said):
     assert read(config) == read(json.loads(json.dumps(theirs)))
 
 
+def test_xlstm_has_two_names_of_its_sizes():
+    config = families.text_config("xlstm")
+    names = {"hidden_size": "embedding_dim", "num_hidden_layers": "num_blocks"}
+    assert read({names.get(key, key): value for key, value in config.items()}) == read(config)
+
+
 def test_fused_matrices_of_xlstm_are_those_of_single_ones(tmp_path):
     """transformers 5.24 fails to make a model of them."""
     config, fused = families.text_config("xlstm"), tmp_path / "fused"

@@ -134,6 +134,12 @@ def test_a_path_that_is_no_directory_is_refused_by_name(downloads, tmp_path, mod
     assert downloads == []
 
 
+def test_a_gguf_file_is_no_model(tmp_path):
+    (tmp_path / "file.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"got a file; GGUF is not read: pass .*safetensors"):
+        resolve_model(tmp_path / "file.gguf")
+
+
 @pytest.mark.parametrize(
     "model", ["", "a b", "a/", "a--b", "a..b", "x.git", "-a", "a-", "a\0b", "a\n", "é", "x" * 97]
 )

@@ -380,6 +380,11 @@ def test_pickled_weights_are_refused_with_the_way_out(tmp_path, name):
     )
 
 
+def test_gguf_weights_are_refused_with_the_way_out(tmp_path):
+    (tmp_path / "model-Q4_K_M.gguf").touch()
+    assert_refused(tmp_path, tmp_path, "model-Q4_K_M.gguf", "GGUF is not read", "*.safetensors")
+
+
 def test_a_broken_link_and_a_directory_in_place_of_a_file_are_refused(tmp_path):
     (tmp_path / "model.safetensors").symlink_to("../blobs/gone")
     assert_refused(tmp_path, tmp_path / "model.safetensors", "a regular file", "broken link")

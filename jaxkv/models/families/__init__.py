@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.errors import CheckpointError
+from jaxkv.errors import NO_GGUF, CheckpointError
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import Layout, Leaf
 from jaxkv.models.quantisation import IN_CONFIG, read_beside, read_quantisation
@@ -151,8 +151,9 @@ def read_config(directory: Path, name: str = CONFIG) -> ConfigReader:
     """
     path = directory / name
     if not path.is_file():
+        instead = f"; {NO_GGUF}" if name == CONFIG and any(directory.glob("*.gguf")) else ""
         raise CheckpointError(
-            f"{path}: not found; expected a Hugging Face model directory with a {name}"
+            f"{path}: not found; expected a Hugging Face model directory with a {name}{instead}"
         )
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise CheckpointError(
