@@ -202,7 +202,10 @@ def test_a_seed_decides_what_is_drawn(generate):
         (["--backend", "cuda"], "backend: expected .*, got 'cuda'"),
         (["--backend", "pallas_tpu"], "backend='pallas_tpu': expected a TPU, got cpu"),
         (["--model", "/nothing/here"], "/nothing/here: expected a directory .*"),
-        (["--tokenizer", "/nothing/here"], "/nothing/here: expected a directory .*"),
+        (
+            ["--tokenizer", "/nothing/here"],
+            "tokenizer: /nothing/here: expected a directory with tokenizer.json .*, got nothing .*",
+        ),
     ],
 )
 def test_what_the_caller_can_mend_is_status_2_and_one_line(generate, arguments, message):

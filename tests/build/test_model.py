@@ -127,14 +127,6 @@ def test_a_directory_of_gguf_alone_is_told_that_it_is_not_read(tmp_path):
     assert "GGUF is not read: pass a directory" in refused(tmp_path, "config.json")
 
 
-def test_a_tokenizer_that_is_nowhere_is_not_asked_for_weights(whole, tmp_path):
-    where = tmp_path / "nowhere"
-    with pytest.raises(CheckpointError) as caught:
-        find_model(EngineOptions(whole, tokenizer=where))
-    expected = "expected a directory with tokenizer.json or tokenizer_config.json, got nothing"
-    assert f"tokenizer: {where}: {expected} there" == str(caught.value)
-
-
 def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(directory, whole):
     (directory / "config.json").write_text(json.dumps(tiny_config("llama", vocab_size=VOCAB - 1)))
     with pytest.raises(CheckpointError, match=r"at most 379 tokens, .* got 380: is it another"):
