@@ -379,7 +379,8 @@ def test_rotations_that_transformers_does_not_read_are_refused():
             "dots3_note_text",
             {"use_dsa": False, "moe_layer_freq": [0, 1, 1, 0, 1, 1, 1], "rope_theta": 1e5}
             | {"swa_qk_rope_head_dim": 4, "sliding_window": None, "sliding_window_size": 5}
-            | {"moe_shared_expert_intermediate_size": 28, "first_k_dense_replace": 2},
+            | {"moe_shared_expert_intermediate_size": 28, "first_k_dense_replace": 2}
+            | {"attention_gate_type": "headwise", "k_rope_only_layernorm": True},
         ),
         (
             "dots3_note_text",
@@ -820,6 +821,8 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("dots3_note_text", "per_layer_config", {"6": {}}, "an object with numbers below 6"),
         ("dots3_note_text", "per_layer_config", {"2": {"skip": ["mlp"]}}, "num_attention_heads, "),
         ("dots3_note_text", "num_key_value_heads", 2, "6, one for each query head"),
+        ("dots3_note_text", "apply_mla_qkv_lora_rescale", False, r"True \(not built\)"),
+        ("dots3_note_text", "swa_attention_gate_type", "elementwise", r"headwise \(not built\)"),
         ("dots3_note_text", "moe_layer_freq", [1, 1], "a number for each of 6 layers"),
         ("dots3_note_text", "q_lora_rank", None, "a whole number from 1"),
         ("dots3_note_text", "index_head_dim", 6, "at least the 8 of qk_rope_head_dim"),

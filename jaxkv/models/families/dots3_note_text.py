@@ -17,6 +17,17 @@ from jaxkv.models.families.latent import MAX_HEAD, read_index, read_latent
 from jaxkv.models.rope_config import rope_section
 from jaxkv.models.spec import IndexSpec, ModelSpec
 
+ALWAYS = {
+    "apply_mla_qkv_lora_rescale": True,
+    "attention_gate_type": "headwise",
+    "swa_attention_gate_type": "headwise",
+    "k_rope_only_layernorm": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "use_dynamic_rsf": False,
+}
+"""Published files say this of what these models have, or have not. transformers does not ask."""
+
 INDEXED = "indexed_attention"
 NEAR = {
     "num_attention_heads": 64,
@@ -35,6 +46,8 @@ LISTED = "per_layer_config"
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    for key, value in ALWAYS.items():
+        config.refuse(key, value)
     kinds, dense = _kinds(config), _dense(config)
     sized = {kind: config.replaced(**own) for kind, own in _sizes(config, kinds).items()}
     forms = [(kind, layer not in dense) for layer, kind in enumerate(kinds)]
