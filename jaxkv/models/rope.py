@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -35,18 +36,33 @@ class Ropes:
         context_T: jax.Array | None = None,
         growth_C: jax.Array | None = None,
     ) -> None:
-        self._ropes_L = spec.layer_ropes or (spec.rope,) * spec.num_layers
-        self._tables: dict[RopeSpec, tuple[jax.Array, jax.Array]] = {}
-        for layer, rope in enumerate(self._ropes_L):
-            if rope is None or rope in self._tables or not spec.has_attention(layer):
-                continue
-            head_dim = spec.groups[spec.group_of(layer)[0]].head_dim
-            inv_freq: jax.Array | np.ndarray = rope_frequencies(rope, head_dim)
-            if context_T is not None and rope.depends_on_context:
-                inv_freq = _frequencies_in_context(rope, head_dim, context_T)
-            if growth_C is not None:
-                inv_freq = inv_freq * jnp.exp(growth_C)
-            self._tables[rope] = rope_tables(position_T, inv_freq, rope.attention_factor)
+        ropes = spec.layer_ropes or (spec.rope,) * spec.num_layers
+        # With their dimensions: heads of several sizes may have the same rope.
+        self._ropes_L = [
+            replace(rope, dim=rope.dim or spec.groups[spec.group_of(layer)[0]].head_dim)
+            if rope is not None and spec.has_attention(layer)
+            else None
+            for layer, rope in enumerate(ropes)
+        ]
+        self._tables = {
+            rope: self._table(rope, position_T, context_T, growth_C)
+            for rope in dict.fromkeys(self._ropes_L)
+            if rope is not None
+        }
+
+    @staticmethod
+    def _table(
+        rope: RopeSpec,
+        position_T: jax.Array,
+        context_T: jax.Array | None,
+        growth_C: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        inv_freq: jax.Array | np.ndarray = rope_frequencies(rope, rope.dim)
+        if context_T is not None and rope.depends_on_context:
+            inv_freq = _frequencies_in_context(rope, rope.dim, context_T)
+        if growth_C is not None:
+            inv_freq = inv_freq * jnp.exp(growth_C)
+        return rope_tables(position_T, inv_freq, rope.attention_factor)
 
     def of(self, layers: Sequence[int]) -> Callable[[jax.Array], Rotation | None]:
         """Returns what gives each of these layers, by its number (int32), its rotation: of equally

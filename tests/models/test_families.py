@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from jaxkv.models.families import (
     read_config,
     read_family,
 )
-from jaxkv.models.rope import rope_frequencies
+from jaxkv.models.rope import Ropes, rope_frequencies
 from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec
 from jaxkv.ops.layers import ACTIVATIONS
 from jaxkv.weights.load import Kept, load_weights
@@ -150,6 +151,18 @@ def test_layers_of_gemma_4_that_are_alike_are_so_in_what_transformers_writes_of_
 
     config = families.text_config("gemma4_text") | {"global_head_dim": 8}
     assert read(AutoConfig.for_model(**deepcopy(config)).to_dict()) == read(config)
+
+
+def test_heads_of_two_sizes_with_one_rope_are_rotated_whole():
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    ropes = {"rope_parameters": {"sliding_attention": rope, "full_attention": rope}}
+    spec, _ = read(families.text_config("gemma4_text") | ropes)
+    assert {group.head_dim for group in spec.groups} == {8, 16}
+    tables = Ropes(spec, jnp.arange(3))
+    for group in spec.groups:
+        found = tables.of(group.layers)(jnp.int32(group.layers[0]))
+        angle_TP = np.arange(3)[:, None] * rope_frequencies(spec.rope, group.head_dim)[None]
+        np.testing.assert_allclose(found.cos_TP, np.cos(angle_TP), atol=1e-6)
 
 
 def test_null_kv_heads_are_the_query_heads_and_absent_ones_the_family_s_default():
