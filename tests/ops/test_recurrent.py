@@ -337,3 +337,26 @@ def test_a_decoding_row_has_the_same_bits_beside_others(by_channel, size):
         y, pool_of_pair = alone_or_not(*pair)
         np.testing.assert_array_equal(y, together[np.array(pair)])
         np.testing.assert_array_equal(pool_of_pair[np.array(pair)], found[np.array(pair)])
+
+
+def test_a_chunk_has_the_same_bits_beside_a_longer_one():
+    """Of few tokens a CPU makes a shorter block, however many tokens the step has."""
+    rng, heads, size, few = np.random.default_rng(0), 4, 16, drive.SHORT - 7
+    q, k = rng.normal(size=(2, 2 * drive.SHORT, 2, size)).astype(np.float32)
+    v = rng.normal(size=(len(q), heads, size)).astype(np.float32)
+    decay = -np.abs(rng.normal(size=(len(q), heads))).astype(np.float32)
+    pool = jnp.zeros((2, heads, size, size), jnp.float32)
+
+    @partial(jax.jit, static_argnums=0)
+    def step(num_tokens, tokens, pool, counts):
+        batch = replace(empty_batch(num_tokens, len(counts)), count_B=counts)
+        batch = replace(batch, start_B=jnp.cumsum(counts) - counts, num_rows=jnp.int32(2))
+        rows = Rows(jnp.arange(2), jnp.zeros(2, jnp.int32), batch, jnp.int32(0), 2)
+        tokens = jax.tree.map(lambda x: x[:num_tokens], tokens)
+        return run(LinearAttention(), tokens, pool, rows)
+
+    tokens = Tokens(q, k, v, decay)
+    alone, kept = step(drive.SHORT, tokens, pool, jnp.int32([few, 0]))
+    beside, found = step(len(q), tokens, pool, jnp.int32([few, len(q) - few]))
+    np.testing.assert_array_equal(alone[:few], beside[:few])
+    np.testing.assert_array_equal(kept[0], found[0])
