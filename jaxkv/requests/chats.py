@@ -14,7 +14,6 @@ from jaxkv.requests.contents import (
     form_of,
     formed,
     names_read,
-    with_objects,
 )
 from jaxkv.requests.deadline import TemplateTimeoutError, within_time
 
@@ -62,28 +61,17 @@ class Chats:
         self._form = FORMATS[content_format]
 
     def render(
-        self, messages: Any, encode: Callable[[str], list[int]]
+        self, messages: Sequence[Mapping[str, Any]], encode: Callable[[str], list[int]]
     ) -> dict[str, str | list[int]]:
-        """Returns the prompt of a conversation, its text and what `encode` makes of that. Contents
-        reach the template as texts or parts, whichever it reads, and arguments of tool calls as
-        objects (`requests.contents`).
+        """Returns the prompt of a conversation, as `contents.read_messages` gives it: its text and
+        what `encode` makes of that. Contents reach the template as texts or parts, whichever it
+        reads (`requests.contents`).
 
         Raises: RefusedChatError for this conversation, ValueError for a template that is none.
         """
         from jinja2 import TemplateError, TemplateSyntaxError
         from transformers.utils import chat_template_utils as of_tools
 
-        listed = isinstance(messages, Sequence) and all(
-            isinstance(message, Mapping) for message in messages
-        )
-        if not listed or not messages:
-            expected = 'a list of {"role": ..., "content": ...} messages'
-            raise RefusedChatError(f"expected {expected}, got {messages!r:.80}")
-        for number, message in enumerate(messages):
-            if not isinstance(role := message.get("role"), str):
-                raise RefusedChatError(
-                    f'message {number}: role: expected a text such as "user", got {role!r:.80}'
-                )
         try:
             text = within_time(partial(self._apply, messages))
         except TemplateSyntaxError as error:
@@ -103,7 +91,7 @@ class Chats:
         chosen = self._options.get("chat_template"), self._options.get("tools")
         template = self._tokenizer.get_chat_template(*chosen)
         self._check_read(template)
-        given = formed(with_objects(messages), self._form or form_of(template))
+        given = formed(messages, self._form or form_of(template))
         text = self._tokenizer.apply_chat_template(given, tokenize=False, **self._options)
         check_rendered(text, given)
         return text

@@ -104,12 +104,25 @@ def formed(messages: Sequence[Mapping[str, Any]], form: Form) -> list[Mapping[st
     return [_formed(number, message, form) for number, message in enumerate(messages)]
 
 
-def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the messages with the arguments of tool calls as objects, as templates read them;
-    OpenAI's have them as JSON in a text, which a template would write as JSON once more.
+def read_messages(messages: Any) -> list[Mapping[str, Any]]:
+    """Returns the messages of a conversation with the arguments of tool calls as objects, as
+    templates read them; OpenAI's have them as JSON in a text, which a template would write as JSON
+    once more.
 
-    Raises: RefusedChatError naming the message whose text is no JSON.
+    Raises: RefusedChatError for what is no conversation, naming the message whose role is no text,
+    or whose arguments are no JSON.
     """
+    listed = isinstance(messages, Sequence) and all(
+        isinstance(message, Mapping) for message in messages
+    )
+    if not listed or not messages:
+        expected = 'a list of {"role": ..., "content": ...} messages'
+        raise RefusedChatError(f"expected {expected}, got {messages!r:.80}")
+    for number, message in enumerate(messages):
+        if not isinstance(role := message.get("role"), str):
+            raise RefusedChatError(
+                f'message {number}: role: expected a text such as "user", got {role!r:.80}'
+            )
     return [_with_objects(number, message) for number, message in enumerate(messages)]
 
 

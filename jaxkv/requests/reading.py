@@ -15,7 +15,7 @@ from jaxkv.build.model import Model
 from jaxkv.config import EngineConfig, is_int
 from jaxkv.programs.process import check_process
 from jaxkv.requests.chats import Chats
-from jaxkv.requests.contents import RefusedChatError
+from jaxkv.requests.contents import RefusedChatError, read_messages
 from jaxkv.requests.pooling import PoolingParams
 from jaxkv.requests.prompts import Pair, Prompt, are_plain, parse
 from jaxkv.requests.text import longest_token
@@ -124,6 +124,7 @@ class PromptReader:
         encode = partial(self._encode_any if any_length else self._encode, add_special_tokens=False)
 
         def rendered(messages: Any) -> dict[str, Any]:
+            messages = read_messages(messages)  # of arguments in JSON each value counts
             self._check_num_values("messages", messages)
             with self._lock:
                 return chats.render(messages, encode)

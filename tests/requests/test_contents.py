@@ -6,7 +6,7 @@ import pytest
 
 from jaxkv.build.tokenizer import load_tokenizer
 from jaxkv.requests.chats import Chats
-from jaxkv.requests.contents import Form, RefusedChatError, form_of
+from jaxkv.requests.contents import Form, RefusedChatError, form_of, read_messages
 from tokenizers_ import save_tokenizer
 
 # The forms in which published templates write content, each reduced to what matters here.
@@ -146,12 +146,11 @@ def calling(arguments: object) -> list[dict[str, object]]:
 def test_arguments_of_calls_are_objects_for_templates_whatever_was_given(tokenizer, arguments):
     messages = calling(arguments)
     chats = Chats(tokenizer, None, {"chat_template": CALLS})
-    assert chats.render(messages, lambda text: [])["prompt"] == 'x=7;{"x": 7}'
+    assert chats.render(read_messages(messages), lambda text: [])["prompt"] == 'x=7;{"x": 7}'
     assert messages == calling(arguments)  # the caller's stay as they were
-    assert chats.render(calling(""), lambda text: [])["prompt"] == "{}"
+    assert chats.render(read_messages(calling("")), lambda text: [])["prompt"] == "{}"
 
 
-def test_arguments_of_calls_that_are_no_json_are_refused_by_their_message(tokenizer):
-    chats = Chats(tokenizer, None, {"chat_template": CALLS})
+def test_arguments_of_calls_that_are_no_json_are_refused_by_their_message():
     with pytest.raises(RefusedChatError, match=r"^message 0: expected JSON in the arguments"):
-        chats.render(calling("{"), lambda text: [])
+        read_messages(calling("{"))

@@ -2,6 +2,7 @@
 nothing else changed.
 """
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -559,8 +560,12 @@ def test_what_a_template_would_take_long_for_never_reaches_it(intake, monkeypatc
     given = {"chat_template": "{{ tools }}{{ mark }}{{ messages[0].role }}"}
     fits = [USER] * (most // 3)
     assert intake.render([fits], **given)
+    # A template gets them as an object.
+    function = {"name": "f", "arguments": json.dumps({"x": [1] * most})}
+    calls = USER | {"tool_calls": [{"function": function}]}
     for conversation, tools, extra, name in (
         ([*fits, USER], None, None, "conversation 1: messages"),
+        ([calls], None, None, "conversation 1: messages"),
         ([USER], [{"function": {"parameters": [1] * most}}], None, "tools"),
         ([USER], None, {"mark": [[0] * most]}, "chat_template_kwargs"),
     ):
