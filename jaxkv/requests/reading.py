@@ -221,8 +221,8 @@ class PromptReader:
             _check_unicode(one)
             if len(one) > self._config.max_model_len:
                 self._check_characters(len(one))
-        if not second and not options.get("truncation") and len(text) > self._most_at_once:
-            self._check_pieces(text, self._model.tokenizer.encode)
+            if len(one) > self._most_at_once and not options.get("truncation"):
+                self._check_pieces(one, self._model.tokenizer.encode)
         # What is too long is for the engine to say: a tokenizer's limit need not be the model's.
         return self._model.tokenizer.encode(text, *second, verbose=False, **options)
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,8 @@ from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from jaxkv.requests import reading
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.masks import encode_words
+from jaxkv.requests.pooling import PoolingParams
+from jaxkv.requests.prompts import Pair
 from jaxkv.requests.request import Request, Submission
 from jaxkv.requests.text import longest_token
 from tiny import tiny_config
@@ -690,12 +693,15 @@ def test_a_very_long_text_is_refused_by_the_pieces_that_are_too_many(intake, mon
     fits = "The end of the story, one by one " * 3
     assert len(fits) > MAX_LEN > len(encode(fits))
     assert intake.parse(fits)[1] == encode(fits)
-    seen.clear()
-    with pytest.raises(
-        ValueError, match=rf"has more than \d+ tokens; expected at most {MAX_LEN - 1}"
-    ):
-        one(intake, "x" * 10 * MAX_LEN)
-    assert MAX_LEN < sum(seen) < 2 * MAX_LEN
+    long = "x" * 10 * MAX_LEN
+    both = Pair("The end", long), PoolingParams()
+    for refused in (partial(one, intake, long), partial(intake.pooled, *both)):
+        seen.clear()
+        with pytest.raises(
+            ValueError, match=rf"has more than \d+ tokens; expected at most {MAX_LEN - 1}"
+        ):
+            refused()
+        assert MAX_LEN < sum(seen) < 2 * MAX_LEN
 
 
 def test_a_tokenizer_s_own_limit_is_none_of_the_model_s(intake, monkeypatch, caplog):
