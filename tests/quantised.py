@@ -79,12 +79,15 @@ def fp8_rows(rng: np.random.Generator, shape: tuple[int, int]) -> Stored:
     return parts, values.astype(np.float32) * scale
 
 
-def packed(rng: np.random.Generator, shape: tuple[int, int]) -> Stored:
+def packed(rng: np.random.Generator, shape: tuple[int, int], *, has_zeros: bool = False) -> Stored:
     values = rng.integers(0, 16, shape)
     scale = rng.uniform(0.01, 0.1, (shape[0], shape[1] // GROUP)).astype(np.float32)
-    want = (values - 8).astype(np.float32) * scale.repeat(GROUP, axis=1)
+    zero = rng.integers(0, 16, scale.shape) if has_zeros else np.full(scale.shape, 8)
+    want = (values - zero.repeat(GROUP, axis=1)).astype(np.float32) * scale.repeat(GROUP, axis=1)
     size = np.array(shape, np.int64)
-    return {"weight_packed": words(values, 4), "weight_scale": scale, "weight_shape": size}, want
+    parts = {"weight_packed": words(values, 4), "weight_scale": scale, "weight_shape": size}
+    # They are packed along the rows.
+    return parts | ({"weight_zero_point": words(zero.T, 4).T} if has_zeros else {}), want
 
 
 def gptq(rng: np.random.Generator, shape: tuple[int, int], *, reorder: bool = False) -> Stored:
@@ -180,6 +183,10 @@ CASES: dict[str, tuple[dict, Callable[..., Stored]]] = {
         int8_rows,
     ),
     "packed": (compressed("pack-quantized", num_bits=4, group_size=GROUP), packed),
+    "packed-asymmetric": (
+        compressed("pack-quantized", num_bits=4, group_size=GROUP, symmetric=False),
+        partial(packed, has_zeros=True),
+    ),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, gptq),
     "gptq-act-order": (
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},

@@ -50,7 +50,8 @@ class Quantisation:
     "fp4" (compressed-tensors), "pairs" (experts of DeepSeek V4), "modelopt" and "bitsandbytes".
     experts: how weights of routed experts are stored, None for as all others. block: how many
     [rows, columns] share a scale, 0 where that is not said, because all do. takes_one: GPTQ's
-    stored zero points are one less than they mean. is_ordered: which columns GPTQ put in a group
+    stored zero points are one less than they mean. has_zeros: weights of compressed-tensors have
+    zero points. is_ordered: which columns GPTQ put in a group
     only a tensor beside them says. skipped: names of modules that are not quantised, maybe with
     wildcards. mixed: how each module is stored where they differ, by names from "layers" on with 0
     for each number; None where that differs from layer to layer.
@@ -61,6 +62,7 @@ class Quantisation:
     bits: int = 8
     block: tuple[int, int] = BLOCK
     takes_one: bool = False
+    has_zeros: bool = False
     is_ordered: bool = False
     skipped: tuple[str, ...] = ()
     experts: Quantisation | None = None
@@ -217,14 +219,16 @@ def _compressed(given: ConfigReader) -> Quantisation:
             raise weights.fail("num_bits", f"{' or '.join(map(str, known))} in {form}")
         if group and block != (0, group):
             raise weights.fail("group_size", f"{group} in {form}")
-        found.add((bits, block))
+        has_zeros = form == "pack-quantized" and not weights.flag("symmetric", True)
+        found.add((bits, block, has_zeros))
     if len(found) != 1:
         raise given.fail("config_groups", "one or more groups that are stored alike")
     if given.get("transform_config") is not None:
         _check_transforms(given.section("transform_config"))
-    ((bits, block),) = found
+    ((bits, block, has_zeros),) = found
     kind = "packed" if form == "pack-quantized" else "fp4" if form in GROUP_OF_FP4 else "scaled"
-    return Quantisation(method=f"compressed-tensors, {form}", kind=kind, bits=bits, block=block)
+    method = f"compressed-tensors, {form}"
+    return Quantisation(method=method, kind=kind, bits=bits, block=block, has_zeros=has_zeros)
 
 
 def _check_transforms(given: ConfigReader) -> None:

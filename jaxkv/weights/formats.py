@@ -284,7 +284,7 @@ def expected_packing(
         values,
         group,
         scales,
-        has_zeros=how.kind == "awq",
+        has_zeros=how.kind == "awq" or how.has_zeros,
         has_table=form.has_table,
         has_factor=bool(form.factors) and scales != E8M0,
     )
@@ -308,6 +308,8 @@ def _packed(own: Parts, how: Quantisation) -> Stored:
         # Packed along the rows.
         points = _unpacked(own["weight_zero_point"].T, how.bits).T
         zeros = _by_rows(points[: len(values)] - middle, values, how)
+    elif how.has_zeros:
+        raise ValueError("expected weight_zero_point, since config.json says symmetric=false")
     scales = _by_rows(own["weight_scale"], values, how)
     return Stored(_small(values, how.bits), scales, zeros, how.block[1])
 

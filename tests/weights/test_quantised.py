@@ -382,6 +382,8 @@ def test_what_is_not_built_is_refused_by_name(tmp_path, about, message):
         ("packed", "weight_scale", lambda x: x[:, :-1]),
         ("packed", "weight_scale", lambda x: x[0, 0]),
         ("packed", "weight_packed", lambda x: x[:, :-1]),
+        ("packed-asymmetric", "weight_zero_point", lambda x: x[:, :-1]),
+        ("packed-asymmetric", "weight_zero_point", None),
         ("gptq", "qzeros", lambda x: x[:-1]),
         ("gptq-act-order", "g_idx", None),
         ("gptq", "g_idx", lambda x: x + 99),
