@@ -93,12 +93,14 @@ class Index:
         cannot choose. J tokens of a row are whole pools.
         """
         key_RCH = self._keys_of(key_RJX, key_position_RJ)
-        key_TCH = jnp.repeat(key_RCH, seen_RTJ.shape[1], axis=0)
+        q_RTIH, weight_RTI = (
+            x.reshape(*seen_RTJ.shape[:2], *x.shape[1:]) for x in (self.q_TIH, self.weight_TI)
+        )
         exact = jax.lax.Precision.HIGHEST
-        met_TIC = jnp.einsum("tih,tch->tic", self.q_TIH, key_TCH, precision=exact)
-        score_TC = jnp.einsum("ti,tic->tc", self.weight_TI, jax.nn.relu(met_TIC), precision=exact)
+        met_RTIC = jnp.einsum("rtih,rch->rtic", q_RTIH, key_RCH, precision=exact)
+        score_RTC = jnp.einsum("rti,rtic->rtc", weight_RTI, jax.nn.relu(met_RTIC), precision=exact)
         can_RTC = seen_RTJ[..., self.pool - 1 :: self.pool]
-        return jnp.where(can_RTC, score_TC.reshape(can_RTC.shape), -jnp.inf)[:, :, None]
+        return jnp.where(can_RTC, score_RTC, -jnp.inf)[:, :, None]
 
     def _keys_of(self, key_RJX: jax.Array, position_RJ: jax.Array) -> jax.Array:
         """Returns what is scored, [R, C, H], of what is stored of tokens at these positions."""
