@@ -488,16 +488,13 @@ def accumulate(
     weight = jnp.exp(scores - jnp.maximum(top, MASKED / 2)[..., None])
     # XLA:CPU would compute the exponentials anew for each of their sums.
     weight = jax.lax.optimization_barrier(weight)
-    shrink = jnp.exp(state.max - top)
+    before = state.moved(top)
     scaled = weight if values.scale is None else weight * values.scale[:, :, None]
     gained = matmul("rkmj,rkjh->rkmh", scaled.astype(dtype), values.values)
     if values.offset is not None:
         gained += total(weight * values.offset[:, :, None])[..., None]
-    entropy = None
-    if state.entropy is not None:
+    entropy = before.entropy
+    if entropy is not None:
         # What is not seen has weight 0 and a finite score.
-        gained_entropy = total(weight * (scores - top[..., None]))
-        entropy = shrink * (state.entropy + state.sum * (state.max - top)) + gained_entropy
-    return Softmax(
-        top, state.sum * shrink + total(weight), state.acc * shrink[..., None] + gained, entropy
-    ), weight
+        entropy += total(weight * (scores - top[..., None]))
+    return Softmax(top, before.sum + total(weight), before.acc + gained, entropy), weight
