@@ -537,7 +537,11 @@ class Layers:
         if "router_gain" in w:
             weight_TK *= w["router_gain"].astype(jnp.float32)[expert_TK]
         x_TD = normed(x_TD, w, "routed_norm", spec)
-        given_T1 = jnp.where(expert_TK < num_experts, 0, weight_TK).sum(axis=1, keepdims=True)
+        given_T1 = None
+        if router.num_identity:
+            end = num_experts + router.num_identity
+            is_identity_TK = (expert_TK >= num_experts) & (expert_TK < end)
+            given_T1 = jnp.where(is_identity_TK, weight_TK, 0).sum(axis=1, keepdims=True)
         expert_TK = jnp.where(self._is_real_T[:, None], expert_TK, num_experts)
 
         def run(x_RD: jax.Array, expert: jax.Array) -> jax.Array:
@@ -576,7 +580,7 @@ class Layers:
                 shared_TD *= jax.nn.sigmoid(linear(x_TD, w["shared_weight"]))
             y_TD += scaled(shared_TD, router.shared_scale)
         y_TD = add_up(y_TD, w.get("routed_bias"), self._axis)
-        return y_TD + given_T1 * x_TD if router.num_identity else y_TD
+        return y_TD if given_T1 is None else y_TD + given_T1 * x_TD
 
 
 def _limit(limit_L: tuple[float, ...], number: jax.Array) -> float | jax.Array | None:
