@@ -86,8 +86,12 @@ class ConfigReader:
         return 0.0 if self.get(key) is None else self.number(key)
 
     def flag(self, key: str, default: bool) -> bool:
+        """Reads true or false. Null is refused where the default is true: transformers, which
+        takes the default for an absent key only, computes as if it were false.
+        """
         value = self.get(key, default)
-        if not isinstance(value, bool):
+        is_null = self.values.get(self._names.get(key, key), default) is None
+        if (is_null and default) or not isinstance(value, bool):
             raise self.fail(key, "true or false")
         return value
 

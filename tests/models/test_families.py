@@ -867,6 +867,7 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("molmo2_text", "rope_scaling_layers", ["0"], "a list of whole numbers"),
         ("qwen3_omni_moe_text", "use_sliding_window", True, r"False \(not built\)"),
         ("axk2", "q_lora_rank", None, "a whole number"),
+        ("dots1", "norm_topk_prob", None, "true or false, got None"),
         ("doge", "is_moe", True, r"False \(not built\)"),
         ("diffllama", "num_key_value_heads", 1, "an even number, as heads are in pairs"),
         ("jetmoe", "num_experts_per_tok", 7, "at most the 6 experts"),
