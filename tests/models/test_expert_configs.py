@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from families import ROPE, text_config
+from families import ROPE, YARN, text_config
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.models.families.base import Part
@@ -101,6 +101,12 @@ def test_layers_that_predict_later_tokens_are_left_alone(tmp_path):
         else:
             with pytest.raises(CheckpointError, match=r"does not use: model\.layers\.4\.eh_proj"):
                 load_weights(*args, Kept(dtype="float32"))
+
+
+def test_scaled_embeddings_of_every_kind_have_phi_3_5_moe_s_own_factor():
+    rope = YARN | {"short_mscale": 1.3, "long_mscale": 1.3}
+    config = ConfigReader(text_config("phimoe") | {"rope_parameters": rope}, "config.json")
+    assert read_family(config)[0].rope.attention_factor == 1.3
 
 
 def test_a_tensor_of_all_experts_may_come_either_way_round():

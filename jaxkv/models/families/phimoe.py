@@ -36,9 +36,12 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 
 def _rope(config: ConfigReader) -> RopeSpec:
-    """Reads the embedding, whose factor on cos and sin has a name of its own."""
+    """Reads the embedding, whose factor on cos and sin has a name of its own, of whatever kind it
+    is. Long sequences have `long_factor`, as in the model's own code, where transformers 5.24 takes
+    `short_factor` for them too.
+    """
     rope = read_rope(config)
-    if rope.kind != "longrope":
+    if rope.kind == "default":
         return rope
     section = rope_section(config)
     short, long = section.number("short_mscale"), section.number("long_mscale")
