@@ -965,7 +965,7 @@ def make_hf_model(torch: Any, config: Any, directory: Path, *, seed: int = 1) ->
     config._attn_implementation = "sdpa" if falls else "eager"
     model = auto.from_config(config, dtype=torch.float32).eval()
     rng = np.random.default_rng(seed)
-    ends = ("e_score_correction_bias", "balancing_biases")
+    ends = ("e_score_correction_bias", "balancing_biases", "expert_bias", "layer_scalar")
     biases = [one for one in model.named_buffers() if one[0].endswith(ends)]
     for name, parameter in [*sorted(model.named_parameters()), *sorted(biases)]:
         parameter.data.copy_(torch.from_numpy(drawn(rng, name, tuple(parameter.shape))))
@@ -988,7 +988,7 @@ def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nda
     1.
     """
     is_scale = name.endswith("weight") and len(shape) <= 2 and ("norm" in name or "ln" in name)
-    if is_scale:
+    if is_scale or name.endswith("layer_scalar"):
         return rng.normal(1.0, 0.3, shape).astype(np.float32)
     fan_in = shape[0] if "c_" in name else shape[-1]
     is_table = "embed" in name or "wte" in name or "wpe" in name
