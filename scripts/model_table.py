@@ -60,8 +60,6 @@ GREEDY = {"temperature": 0.0, "max_tokens": NUM_NEW, "ignore_eos": True, "logpro
 
 
 NOT_READ = {
-    "attention to what blocks of layers gave, convolutions that a token decides": "inkling2",
-    "the same, and layers that get messages of their last time": "inkling2_loop",
     "keys of an encoder": "bart and others",
 }
 """What transformers 5.24 has decoders of that are not read, by what they need that is not built."""

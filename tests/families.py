@@ -48,6 +48,11 @@ INKLING = HEAD | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermed
 INKLING |= {"swa_num_attention_heads": 6, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
 INKLING |= {"sliding_window_size": 8, "rel_extent": 12, "d_rel": 4}
 INKLING |= {"layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
+INKLING2 = {key: value for key, value in INKLING.items() if key != "moe_intermediate_size"}
+INKLING2 |= {"intermediate_size": 40, "n_layers_per_attn_res_block": 2}
+INKLING2 |= {"qk_l2_clip_threshold": 2.0, "rel_l2_clip_threshold": 1.0}
+INKLING2 |= {"mlp_gate_softcap": 0.5, "mlp_up_softcap": 0.8, "final_logit_softcapping": 5.0}
+INKLING2 |= {"num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid"] * 2}
 ZAYA = HEAD | {"num_experts": 5, "moe_intermediate_size": 40, "router_hidden_size": 20}
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}
 FALCON = {"num_kv_heads": 2, "ffn_hidden_size": 80}
@@ -307,6 +312,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "swa_head_dim": 16,
     }
     | {"log_scaling_n_floor": 5, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "inkling2_text": INKLING2
+    | {"vocab_size": 160, "unpadded_vocab_size": 151}
+    | {"swa_num_key_value_heads": 6, "swa_head_dim": 16, "log_scaling_n_floor": 5},
+    "inkling2_text-plain": INKLING2
+    | {"layer_types": ["hybrid"] * 3, "num_hidden_layers": 3, "conv_kernel_size": 3}
+    | {"n_layers_per_attn_res_block": 1, "unpadded_vocab_size": 151},
+    "inkling2_loop_text": INKLING2
+    | {"num_hidden_layers": 8, "layer_types": ["hybrid_sliding", "hybrid"] * 4}
+    | {"unpadded_vocab_size": 151, "swa_head_dim": 16, "loop_gate_rank": 10}
+    | {"loop_layer_index_start": 2, "loop_layer_index_end": 6, "loop_num_passes": 3},
+    "inkling2_loop_text-once": INKLING2
+    | {"n_layers_per_attn_res_block": 1, "unpadded_vocab_size": 151, "loop_gate_rank": 10}
+    | {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 1},
     "inkling_text-plain": INKLING
     | {"layer_types": ["hybrid"] * 3, "n_shared_experts": 1, "conv_kernel_size": 3},
     "zaya": ZAYA
@@ -691,6 +709,9 @@ MOLMO_ADAPTER |= {"vision_feature_layer": [0]}
 
 MUSE_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 MUSE_VISION |= {"num_attention_heads": 2, "pos_emb_height": 2, "pos_emb_width": 2}
+INKLING2_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "patch_size": 4}
+INKLING2_VISION |= {"num_attention_heads": 2, "text_hidden_size": 48}
+INKLING2_VISION |= {"projection_hidden_dim": 16, "posemb_grid_size": 4}
 MUSE_AUDIO = {"patch_sizes": [4, 4], "hidden_sizes": [8, 8], "depths": [1, 1]}
 MUSE_AUDIO |= {"num_hidden_layers": 2, "out_hidden_size": 48}
 
@@ -770,6 +791,8 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"hidden_size": 16, "num_hidden_layers": 2, "patch_size": 4},
         {"audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8}},
     ),
+    "inkling2": ("inkling2_text", INKLING2_VISION, {}),
+    "inkling2_loop": ("inkling2_loop_text", INKLING2_VISION, {}),
     "internvl": ("qwen2", SIGLIP | LIST, {}),
     "janus": (
         "llama",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import PagedKV, Statistics
-from jaxkv.models import altup, hyper, latent, passes, routing
+from jaxkv.models import altup, depth, hyper, latent, passes, routing
 from jaxkv.models.layer import Layers
 from jaxkv.models.paged import PagedAttention
 from jaxkv.models.rope import rope_frequencies
@@ -76,11 +76,13 @@ def forward(
             before=latent.Before.empty(x_TD.shape[0], spec),
             view_TX=routing.empty(x_TD.shape[0], weights),
             kept_STD=passes.empty(x_TD, batch.is_row_T, weights, spec),
+            given=depth.empty(x_TD, spec),
         )
         carry = (hyper.spread(altup.spread(x_TD, weights), spec), held)
         layer = jax.checkpoint(layers) if runs_again else layers
         x, held = jax.lax.fori_loop(0, spec.num_layers, layer, carry)
     x_TD = altup.joined(hyper.joined(x, weights, spec), weights)
+    x_TD = depth.joined(x_TD, held.given, weights)
     return attend.state(held), x_TD, _of_all_devices(held.statistics, statistics, axis)
 
 

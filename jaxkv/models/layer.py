@@ -30,12 +30,21 @@ from jaxkv.models import (
     routing,
 )
 from jaxkv.models.compressed import Compression, put
+from jaxkv.models.depth import Depth
 from jaxkv.models.ngrams import with_ngrams
 from jaxkv.models.paged import Held, PagedAttention
 from jaxkv.models.projections import distances_of, product, project, with_index_key
-from jaxkv.models.recurrent import SHORT_CONV, Compressor, Convolved, Mixer, Ngrams, ShortConvs
+from jaxkv.models.recurrent import (
+    SHORT_CONV,
+    SOURCE,
+    Compressor,
+    Convolved,
+    Mixer,
+    Ngrams,
+    ShortConvs,
+)
 from jaxkv.models.rope import Ropes
-from jaxkv.models.spec import ModelSpec, QueryTemperature
+from jaxkv.models.spec import DepthSpec, ModelSpec, QueryTemperature
 from jaxkv.models.stream import (
     joined,
     laurel,
@@ -161,6 +170,8 @@ class Layers:
         convolve = self._short_convs(layers[0])
         if spec.scales.hyper is not None:
             return self._between_streams(layers, mix)
+        if spec.scales.depth is not None:
+            return self._over_depth(layers, mix, spec.scales.depth)
         if "ahead_norm" in self._weights[stack_name(kind)]:
             return self._behind_block(layers)
 
@@ -213,6 +224,25 @@ class Layers:
             x_TD, leave = hyper.enter(x_NTD, w, "mlp_hyper", spec)
             h_TD = normed(x_TD, w, "mlp_norm", spec)
             return leave(self._feed_forward(x_TD, h_TD, w, None, number)), held
+
+        return run
+
+    def _over_depth(self, layers: Sequence[int], mix: Mix, asked: DepthSpec) -> Mix:
+        """Returns what runs mixer and feed-forward on what they choose among what layers gave."""
+        over, convolve = Depth(asked, self._spec, self._weights), self._short_convs(layers[0])
+
+        def run(x_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
+            if held.given is None:
+                raise TypeError("expected what layers have given, got None")
+            x_TD, given = over.begin(x_TD, held.given, number)
+            h_TD, w = over.enter_mixer(x_TD, w, given, number)
+            mixed_TD, held = mix(h_TD, w, held, number)
+            mixed_TD, held = convolve("attn", mixed_TD, w, held, number)
+            x_TD, given = over.join(x_TD, mixed_TD, given, number)
+            h_TD = over.enter_mlp(x_TD, w, given, number)
+            out_TD = self._feed_forward(x_TD, h_TD, w, None, number)
+            out_TD, held = convolve("mlp", out_TD, w, held, number)
+            return x_TD + out_TD, held._replace(given=given)
 
         return run
 
@@ -284,7 +314,8 @@ class Layers:
             else:
                 made = {}
                 for name in ("k", "v") if f"k{SHORT_CONV}" in w else ():
-                    made[name], held = convolve(name, product(h_TD, w, name), w, held, number)
+                    made_TX = product(w.get(f"{name}{SOURCE}", h_TD), w, name)
+                    made[name], held = convolve(name, made_TX, w, held, number)
                 q, k, v = project(h_TD, w, rope, spec, head_dim, self._axis, made)
                 maps = None
                 k, index = with_index_key(h_TD, k, w, rope, spec)
@@ -306,7 +337,7 @@ class Layers:
                 sinks_N=sinks_N,
                 maps=maps,
                 index=index,
-                distances=distances_of(h_TD, w, q.shape[1], warmth_T1),
+                distances=distances_of(h_TD, w, q.shape[1], warmth_T1, spec),
                 out_dtype=dtype,
             )
             if compress is not None:
@@ -520,7 +551,12 @@ class Layers:
     def _experts(self, x_TD: jax.Array, w: Weights, router: Router, number: jax.Array) -> jax.Array:
         """Runs the experts that the router chooses, and the shared one."""
         spec, limits = self._spec, self._spec.scales.limits
-        run_mlp = partial(mlp, activation=spec.activation, limits_act=limits.of_act)
+        run_mlp = partial(
+            mlp,
+            activation=spec.activation,
+            limits_act=limits.of_act,
+            soft_limits=limits.soft,
+        )
         num_experts = w["router"].num_rows - router.num_others
         seen_TX = w[SEEN] if SEEN in w else normed(x_TD, w, "router_norm", spec)
         logits_TE = linear_float32(seen_TX, w["router"])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import PagedKV, PageTables, Statistics, Store
-from jaxkv.models import latent
+from jaxkv.models import depth, latent
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import (
     AnyIndex,
@@ -41,7 +41,7 @@ class Held(NamedTuple):
     All else of the KV state stays outside of the loop. aside_TD: what experts have given that joins
     the stream behind the next layer (`ModelSpec.has_shortcut`). before: what layers of latent
     attention leave to those behind them. view_TX: what routers do (`models.routing`).
-    kept_STD: what was kept of the stream (`models.passes`).
+    kept_STD: what was kept of the stream (`models.passes`). given: what layers have given.
     """
 
     stores: tuple[Pools, ...]
@@ -51,6 +51,7 @@ class Held(NamedTuple):
     before: latent.Before = latent.Before()
     view_TX: jax.Array | None = None
     kept_STD: jax.Array | None = None
+    given: depth.Given | None = None
 
 
 class PagedAttention:

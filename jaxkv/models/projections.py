@@ -130,7 +130,7 @@ def with_index_key(
 
 
 def distances_of(
-    x_TD: jax.Array, w: Weights, num_heads: int, warmth_T1: jax.Array | None
+    x_TD: jax.Array, w: Weights, num_heads: int, warmth_T1: jax.Array | None, spec: ModelSpec
 ) -> Distances | None:
     """Returns what tokens give distances, which grows with their position as queries do; None in a
     layer where they give nothing.
@@ -138,10 +138,14 @@ def distances_of(
     if "distance" not in w:
         return None
     weight_TNX = product(x_TD, w, "distance").reshape(len(x_TD), num_heads, -1)
+    if "distance_norm" in w:
+        scale_NX = w["distance_norm"].reshape(num_heads, -1)
+        weight_TNX = normed(weight_TNX, {"distance_norm": scale_NX}, "distance_norm", spec)
     if warmth_T1 is not None:
         weight_TNX = weight_TNX * warmth_T1[..., None]
     profile_XE = w["distance_profiles"].astype(jnp.float32).reshape(weight_TNX.shape[2], -1)
-    return Distances(weight_TNX.astype(jnp.float32), profile_XE)
+    sink_TN = linear(x_TD, w["token_sinks"]) if "token_sinks" in w else None
+    return Distances(weight_TNX.astype(jnp.float32), profile_XE, sink_TN)
 
 
 def _pool_keys(w: Weights, spec: ModelSpec) -> PoolKeys:

@@ -175,6 +175,29 @@ class Pass:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DepthSpec:
+    """Says that what comes into blocks is chosen among what layers before them gave, so many
+    (`size`) of which are one (`models.depth`). The layers from `start` to before `stop`, none by
+    default, run `num_times`, one time behind the other, and get messages of their last time.
+    """
+
+    size: int
+    start: int = 0
+    stop: int = 0
+    num_times: int = 1
+
+    @property
+    def again(self) -> range:
+        """Lists the layers that run again."""
+        return range(self.start, self.stop)
+
+    def order(self, num_layers: int) -> tuple[int, ...]:
+        """Lists the number that each layer has among those of one time, of so many of all times."""
+        more = (*self.again,) * (self.num_times - 1)
+        return (*range(self.stop), *more, *range(self.stop, num_layers - len(more)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Sinusoid:
     """Says that sines, and then cosines, of a token's position join its embedding, with frequencies
     theta**(-2i / hidden size). offset: of positions. Source: arXiv 1706.03762, section 3.5.
@@ -203,13 +226,15 @@ class HyperSpec:
 class GateLimits:
     """Bounds what MLPs multiply: gates above, or what an activation makes of them if `of_act`, and
     what they meet on both sides. For each layer, 0 for none, or () where none has any; of the MLP
-    of `dense` layers, of `routed` experts, and of the one that all tokens `shared`.
+    of `dense` layers, of `routed` experts, and of the one that all tokens `shared`. soft: of gates
+    and of what they meet in experts, as in `ops.layers.softcapped_swiglu`.
     """
 
     dense: tuple[float, ...] = ()
     routed: tuple[float, ...] = ()
     shared: tuple[float, ...] = ()
     of_act: bool = False
+    soft: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,12 +243,13 @@ class OwnNorm:
 
     eps: in the place of `ModelSpec.norm_eps`, None for that. is_plain: its weights are stored as
     they are, though those of others are less one. weighs_first: weights multiply what comes in,
-    not what the norm gives.
+    not what the norm gives. longest: it does so, and only shortens vectors that are longer.
     """
 
     eps: float | None = None
     is_plain: bool = False
     weighs_first: bool = False
+    longest: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,7 +263,7 @@ class Scales:
     for all; () if all layers have None. Source: Spark Transformer, arXiv 2506.06644, section 3.
     limits: of gates. hyper: of several streams. norms: by name, those that are unlike the others.
     join_temperature: divides what gates of what joins the stream are made of. passes: what comes
-    into layers that run more than once.
+    into layers that run more than once. depth: what comes into blocks.
     """
 
     embed: float = 1.0
@@ -256,6 +282,7 @@ class Scales:
     norms: tuple[tuple[str, OwnNorm], ...] = ()
     join_temperature: float = 1.0
     passes: tuple[Pass, ...] = ()
+    depth: DepthSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.models.spec import ModelSpec, OwnNorm
-from jaxkv.ops.layers import ACTIVATIONS, layer_norm, linear, rms_norm
+from jaxkv.ops.layers import ACTIVATIONS, layer_norm, linear, rms_norm, shortened
 from jaxkv.ops.matrices import values
 from jaxkv.weights.tree import Weights
 
@@ -31,9 +31,11 @@ def normed(
         scale, bias = jnp.ones(x.shape[-1], jnp.float32), None
     else:
         return x
-    if own.weighs_first:
-        x = x * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))
+    if own.weighs_first or own.longest is not None:
+        x = x * jnp.expand_dims(scale, tuple(range(x.ndim - scale.ndim)))
         scale = jnp.ones_like(scale)
+    if own.longest is not None:
+        return shortened(x, own.longest)
     eps = spec.norm_eps if own.eps is None else own.eps
     if spec.norm == "length":
         width = x.shape[-1] * (1 if axis is None else jax.lax.axis_size(axis))

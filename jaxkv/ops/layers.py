@@ -236,6 +236,13 @@ def rms_norm(x: Array, scale: Array, *, eps: float, axis: str | None = None) -> 
     return x * jax.lax.rsqrt(squares / width + eps) * scale
 
 
+def shortened(x: Array, longest: float) -> Array:
+    """Returns vectors along the last axis, those that are longer than `longest` as long as that."""
+    x = x.astype(jnp.float32)
+    length = jnp.sqrt(total(x * x))[..., None]
+    return x * jnp.minimum(longest / (length + 1e-6), 1)
+
+
 def layer_norm(x: Array, scale: Array, bias: Array | None, *, eps: float) -> Array:
     """Normalises by mean and variance over the last axis, float32 in and out. Source: arXiv
     1607.06450, equation 4.
@@ -287,22 +294,24 @@ def mlp(
     limits_act: bool = False,
     cutoff: float | None = None,
     norm: Callable[[Array], Array] | None = None,
+    soft_limits: tuple[float, float] | None = None,
     axis: str | None = None,
 ) -> Array:
     """Computes down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate, each with its bias
     where `w` has one; `axis` as in `linear_over`. gate_factor: of what goes into act. limit,
     limits_act: as in `gated`. cutoff: as in `beyond`, of what goes into act. norm: of what goes
-    down.
+    down. soft_limits: those of `softcapped_swiglu`, which then takes the place of act.
 
     Source: arXiv 2002.05202, section 2.
     """
     names = ("gate", "gate_bias", "up", "up_bias", "down")
     own = {name: w[name] for name in names if name in w}
-    join = (
-        clamped_swiglu
-        if activation == CLAMPED
-        else gated(activation, w, gate_factor, limit, limits_act)
-    )
+    if soft_limits is not None:
+        join: Join = partial(softcapped_swiglu, limits=soft_limits)
+    elif activation == CLAMPED:
+        join = clamped_swiglu
+    else:
+        join = gated(activation, w, gate_factor, limit, limits_act)
     if cutoff is not None or norm is not None:  # which need all of a token
         join = _with_gains(join, w, gate_factor)
         whole = partial(_whole, join=join, cutoff=cutoff, norm=norm, axis=axis)
@@ -396,6 +405,15 @@ def clamped_swiglu(gate: Array | None, up: Array) -> Array:
         raise ValueError("clamped_swiglu: expected a gate, got None")
     gate = jnp.minimum(gate, 7.0)
     return (jnp.clip(up, -7.0, 7.0) + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+def softcapped_swiglu(gate: Array | None, up: Array, limits: tuple[float, float]) -> Array:
+    """Computes gate * sigmoid(gate) * up, in which the first gate and up stay below a limit of each
+    (`soft_cap`). Source: Inkling 2, as transformers has it.
+    """
+    if gate is None:
+        raise ValueError("softcapped_swiglu: expected a gate, got None")
+    return soft_cap(gate, limits[0]) * jax.nn.sigmoid(gate) * soft_cap(up, limits[1])
 
 
 def _mlp_at_once(x_TD: Array, w: Mapping[str, Any], *, join: Join) -> Array:

@@ -207,6 +207,8 @@ FAMILIES = {
     | {"num_experts": 15},
     "inkling_text": {"head_dim": 16, "moe_intermediate_size": 48, "n_routed_experts": 14}
     | {"unpadded_vocab_size": None, "d_rel": 16},
+    "inkling2_text": {"head_dim": 16, "intermediate_size": 48, "n_routed_experts": 16}
+    | {"unpadded_vocab_size": None, "d_rel": 16, "num_attention_heads": 16, "conv_kernel_size": 8},
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 16, "num_local_experts": 16},
     "qwen3_next": HEADS | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "recurrent_gemma": {"hidden_size": 64, "num_attention_heads": 4, "lru_width": 64},

@@ -53,6 +53,7 @@ CASES = [
     ("recurrent_gemma", "ngram"),  # the RG-LRU
     ("xlstm", "ngram"),  # the mLSTM
     ("inkling_text", "ngram"),  # convolutions of four kinds
+    ("inkling2_text", "ngram"),  # some of which tokens decide
     ("zaya", "ngram"),  # what comes before queries, keys and values
 ]
 

@@ -62,6 +62,7 @@ QUICK = {
     "gpt2",  # learned positions, transposed weights
     "granite_swa",  # sinks
     "hrm_text",  # two stacks by turns, on the sum of what they gave
+    "inkling2_loop",  # entries of layers, convolutions and sinks by token, messages, bounded lengths
     "inkling_mm_model",  # scores by distance, convolutions of four kinds, shared experts that weigh
     "jetmoe",  # experts' queries and outputs of attention
     "mimo_v2_flash",  # values smaller than keys, KV heads by the kind of layer, experts

@@ -321,6 +321,17 @@ def test_rotations_that_transformers_does_not_read_are_refused():
             | {"conv_kernel_size": None, "sconv_kernel_size": 3, "model_max_length": 512}
             | {"max_position_embeddings": None, "log_scaling_alpha": None},
         ),
+        (
+            "inkling2_text",
+            {"layer_types": None, "num_hidden_layers": 7, "n_layers_per_attn_res_block": None}
+            | {"log_scaling_alpha": None, "log_scaling_n_floor": None, "scoring_func": None}
+            | {"conv_kernel_size": None, "sconv_kernel_size": 3, "routed_scaling_factor": 2.0},
+        ),
+        (
+            "inkling2_loop_text",
+            {"layer_types": None, "loop_layer_index_end": None, "loop_num_passes": None}
+            | {"loop_config": {"core_start": 4, "core_end": 8, "num_passes": 2, "gate_rank": 5}},
+        ),
         ("kimi_linear", {"num_experts_per_tok": 2, "norm_topk_prob": False}),  # other names
         ("mixtral", {"num_experts": 5, "num_local_experts": None}),
         ("glm_moe_dsa-shared", {"indexer_types": None, "index_topk_freq": 2}),
@@ -783,7 +794,7 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("deepseek_v4", "o_groups", 4, "a divisor of the 6 of num_attention_heads"),
         ("deepseek_v4", "num_key_value_heads", 2, "1: a row is the key of every head"),
         ("deepseek_v4", "index_head_dim", 6, "at least the 8 that are rotated"),
-        ("deepseek_v4", "scoring_func", "relu", "one of sigmoid, softmax, sqrtsoftplus"),
+        ("deepseek_v4", "scoring_func", "relu", "one of sigmoid, sqrtsoftplus"),
         ("hy_v4", "hidden_act", "gelu", "one of silu"),
         ("minimax_m3_vl_text", "index_n_heads", 4, "2, one for each KV head"),
         ("minimax_m3_vl_text", "index_local_blocks", 4, "at most the 3 of index_topk_blocks"),
@@ -890,6 +901,13 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("inkling_text", "n_shared_experts", 0, "a whole number from 1"),
         ("inkling_text", "unpadded_vocab_size", 161, "a whole number from 1 to 160"),
         ("inkling_text", "conv_kernel_size", 1, "a whole number from 2"),
+        ("inkling2_text", "scoring_func", "tanh", "one of sigmoid, sqrtsoftplus"),
+        ("inkling2_text", "mlp_up_softcap", 0.0, "a number from"),
+        ("inkling2_loop_text", "loop_layer_index_start", 3, "a multiple of n_layers_per_attn_"),
+        ("inkling2_loop_text", "loop_layer_index_end", 5, "a multiple of n_layers_per_attn_"),
+        ("inkling2_loop_text", "loop_layer_index_end", 2, "more than loop_layer_index_start=2"),
+        ("inkling2_loop_text", "loop_layer_index_end", 10, "a whole number from 1 to 8"),
+        ("inkling2_loop_text", "loop_num_passes", 2000, "at most 4096 layers in all passes"),
         ("zaya", "num_experts_per_tok", 2, r"1 \(not built\)"),
         ("zaya", "cca_time0", 1, "a whole number from 2"),
         ("zaya", "cca_time1", 1, "a whole number from 2"),

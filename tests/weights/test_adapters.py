@@ -251,6 +251,7 @@ def test_a_digest_stands_for_what_is_computed(base, tmp_path):
         "xlstm",
         "zaya",
         "inkling_text",
+        "inkling2_loop_text",
         "dory",
         "hrm_text",
     ],

@@ -77,6 +77,8 @@ TEXT_OF = {
     "hyperclovax_vision_v2": "hyperclovax",
     "idefics2": "mistral",
     "idefics3": "llama",
+    "inkling2": "inkling2_text",
+    "inkling2_loop": "inkling2_loop_text",
     "inkling_mm_model": "inkling_text",
     "internvl": "qwen2",
     "internvl_chat": "qwen2",

@@ -74,9 +74,9 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = read_forms(forms, partial(_read_form, config))
     _, alone = read_forms(forms, partial(_read_form, config, is_alone=True))
     full = tuple(layer for layer, form in enumerate(forms) if form.kind == FULL)
-    attention = replace(spec.attention, temperature=_temperature(config, full))
+    attention = replace(spec.attention, temperature=read_temperature(config, full))
     layout = replace(layout, also=alone.layers, spellings=SPELLINGS)
-    return _with_vocabulary(config, replace(spec, attention=attention), layout)
+    return with_vocabulary(config, replace(spec, attention=attention), layout)
 
 
 def _flat(config: ConfigReader) -> ConfigReader:
@@ -88,7 +88,7 @@ def _flat(config: ConfigReader) -> ConfigReader:
     return config.replaced(**given)
 
 
-def _with_vocabulary(
+def with_vocabulary(
     config: ConfigReader, spec: ModelSpec, layout: Layout
 ) -> tuple[ModelSpec, Layout]:
     """Returns the model without rows of the embeddings and of the head that only fill them up."""
@@ -104,7 +104,8 @@ def _with_vocabulary(
     return replace(spec, vocab_size=used), layout
 
 
-def _temperature(config: ConfigReader, layers: tuple[int, ...]) -> QueryTemperature | None:
+def read_temperature(config: ConfigReader, layers: tuple[int, ...]) -> QueryTemperature | None:
+    """Reads how queries of these layers grow with their position."""
     if config.get("log_scaling_n_floor") is None or not layers:
         return None
     return QueryTemperature(
@@ -194,12 +195,12 @@ def _dense(width: int, hidden: int) -> dict[str, Leaf]:
     """Describes gates and what they weigh of an MLP, whose rows published files have by turns."""
     source, shape, axes = f"{LAYER}mlp.w13_dn.weight", (width, hidden), ("ffn", "model")
     return {
-        name: leaf(source, shape, axes, part=_by_turns((2 * width, hidden), which))
+        name: leaf(source, shape, axes, part=by_turns((2 * width, hidden), which))
         for which, name in enumerate(("gate", "up"))
     }
 
 
-def _by_turns(stored: tuple[int, ...], which: int) -> Part:
+def by_turns(stored: tuple[int, ...], which: int) -> Part:
     """Says which rows of a tensor are those of gates (0), or of what they weigh (1)."""
     return Part(
         shape=stored,
@@ -229,9 +230,9 @@ def _experts(
             part = Part(shape=(num_shared, width, hidden), of_all=True)
             found[f"shared_{name}"] = leaf(f"{shared}{name}_proj", shape, axes, part=part)
             continue
-        part = _by_turns((num_shared, 2 * width, hidden), which)
+        part = by_turns((num_shared, 2 * width, hidden), which)
         found[f"shared_{name}"] = leaf(f"{shared}gate_up_proj", shape, axes, part=part)
-        part = _by_turns((count, 2 * width, hidden), which)
+        part = by_turns((count, 2 * width, hidden), which)
         found[f"{ROUTED}{name}"] = replace(found[f"{ROUTED}{name}"], part=part)
     part = Part(
         shape=(num_shared, hidden, width), num_blocks=num_shared, of_all=True, side_by_side=True

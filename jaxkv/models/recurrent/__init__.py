@@ -14,10 +14,12 @@ from jaxkv.models.recurrent.ngrams import Ngrams
 from jaxkv.models.recurrent.rg_lru import RgLru
 from jaxkv.models.recurrent.rwkv import ChannelMix, TimeMix
 from jaxkv.models.recurrent.short_conv import ShortConv
-from jaxkv.models.recurrent.short_convs import SHORT_CONV, ShortConvs
+from jaxkv.models.recurrent.short_convs import SAID, SHORT_CONV, SOURCE, ShortConvs
 
 __all__ = [
+    "SAID",
     "SHORT_CONV",
+    "SOURCE",
     "ChannelMix",
     "Compressor",
     "Convolved",

@@ -13,16 +13,19 @@ class Distances(NamedTuple):
     """Adds to the score of a query and a key d tokens before it what the query's head gives that
     distance: sum over r of weight[.., r] * profile[r, d], and nothing from `profile.shape[1]` on.
 
-    weight_TNR: of each token's heads, float32. profile_RE: float32. Source: Inkling, as
-    transformers has it.
+    weight_TNR: of each token's heads, float32. profile_RE: float32. sink_TN: the score that each
+    of them gives one more key, whose value is 0, wherever it is; None for no such key. Sources:
+    Inkling, and for the last Inkling 2, as transformers has them.
     """
 
     weight_TNR: jax.Array
     profile_RE: jax.Array
+    sink_TN: jax.Array | None = None
 
     def with_tokens(self, change: Callable[[jax.Array], jax.Array]) -> Distances:
         """Returns it for other tokens, which `change` makes of arrays [T, ..]."""
-        return self._replace(weight_TNR=change(self.weight_TNR))
+        sink_TN = None if self.sink_TN is None else change(self.sink_TN)
+        return self._replace(weight_TNR=change(self.weight_TNR), sink_TN=sink_TN)
 
     def scores(self, distance_RTKJ: jax.Array, num_kv_heads: int) -> jax.Array:
         """Returns what the heads of R rows with T / R tokens each give these distances, of keys of
@@ -41,3 +44,16 @@ class Distances(NamedTuple):
             "rtkgx,rtkjx->rtkgj", weight_RTKGX, of_key_RTKJX, precision=jax.lax.Precision.HIGHEST
         )
         return score_RTKGJ.swapaxes(1, 2).reshape(num_rows, num_kv_heads, -1, num_keys)
+
+    def sinks(self, like: tuple[int, ...]) -> jax.Array | None:
+        """Returns the scores of that one more key, in an array of queries like [R, K, M], whose
+        last ones may be padding.
+        """
+        if self.sink_TN is None:
+            return None
+        (num_rows, num_kv_heads, num_queries), num_heads = like, self.sink_TN.shape[1]
+        shape = (num_rows, -1, num_kv_heads, num_heads // num_kv_heads)
+        score_RTKG = self.sink_TN.reshape(shape)
+        score_RKM = score_RTKG.swapaxes(1, 2).reshape(num_rows, num_kv_heads, -1)
+        missing = num_queries - score_RKM.shape[2]
+        return jnp.pad(score_RKM, ((0, 0), (0, 0), (0, missing)))

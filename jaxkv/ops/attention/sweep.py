@@ -75,6 +75,17 @@ class Scores(NamedTuple):
             seen_RKMJ &= distance_RKMJ < reach
         return seen_RKMJ
 
+    def sinks(self, like: tuple[int, ...]) -> list[jax.Array]:
+        """Lists the scores of keys that are not there, each in an array of queries like [R, K, M]:
+        one that every query of a head sees alike, and one that each token decides.
+        """
+        found = [] if self.distances is None else [self.distances.sinks(like)]
+        if self.sinks_KG is not None:
+            times = -(-like[2] // self.sinks_KG.shape[1])
+            score_KM = jnp.tile(self.sinks_KG.astype(jnp.float32), (1, times))[:, : like[2]]
+            found.append(jnp.broadcast_to(score_KM, like))
+        return [score_RKM for score_RKM in found if score_RKM is not None]
+
     def by_distance(
         self, position_RM: jax.Array, key_position_RKJ: jax.Array, like: tuple[int, ...]
     ) -> jax.Array | None:
@@ -301,8 +312,8 @@ def attend(
         of_row = codec.rotate(q_RKMH), at_low, rows.low, position_RM, all_slots
         found, of_low = _sweep(*of_row, blocking=blocking, asked=asked)
         softmax = softmax.merged(found._replace(acc=codec.restore(found.acc)))
-    if asked.sinks_KG is not None:
-        softmax = softmax.merged(_sinks(asked.sinks_KG, softmax))
+    for sink_RKM in asked.sinks(softmax.max.shape):
+        softmax = softmax.merged(_sink(sink_RKM, softmax))
     return softmax.result(), None if own is None else Found(softmax, own, of_low)
 
 
@@ -382,14 +393,10 @@ def _score(
     return jax.lax.fori_loop(*blocks.covering(*bounds), body, empty)
 
 
-def _sinks(sinks_KG: jax.Array, like: Softmax) -> Softmax:
-    """Returns the softmax over a key of value 0 that every query of a head sees with the head's
-    score. Source: arXiv 2309.17453, section 3.3, as gpt-oss learns them.
+def _sink(score_RKM: jax.Array, like: Softmax) -> Softmax:
+    """Returns the softmax over a key of value 0 that queries see with these scores. Source: arXiv
+    2309.17453, section 3.3, as gpt-oss learns them.
     """
-    num_rows, heads, queries = like.max.shape
-    sinks_KG = sinks_KG.astype(jnp.float32)
-    score_KM = jnp.tile(sinks_KG, (1, -(-queries // sinks_KG.shape[1])))[:, :queries]
-    score_RKM = jnp.broadcast_to(score_KM, (num_rows, heads, queries))
     zeros = jnp.zeros_like(like.acc)
     entropy = None if like.entropy is None else zeros[..., 0]
     return Softmax(score_RKM, jnp.ones_like(like.sum), zeros, entropy)
