@@ -50,8 +50,6 @@ INKLING |= {"sliding_window_size": 8, "rel_extent": 12, "d_rel": 4}
 INKLING |= {"layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
 INKLING2 = {key: value for key, value in INKLING.items() if key != "moe_intermediate_size"}
 INKLING2 |= {"intermediate_size": 40, "n_layers_per_attn_res_block": 2}
-INKLING2 |= {"qk_l2_clip_threshold": 2.0, "rel_l2_clip_threshold": 1.0}
-INKLING2 |= {"mlp_gate_softcap": 0.5, "mlp_up_softcap": 0.8, "final_logit_softcapping": 5.0}
 INKLING2 |= {"num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid"] * 2}
 ZAYA = HEAD | {"num_experts": 5, "moe_intermediate_size": 40, "router_hidden_size": 20}
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}
@@ -314,14 +312,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"log_scaling_n_floor": 5, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "inkling2_text": INKLING2
     | {"vocab_size": 160, "unpadded_vocab_size": 151}
-    | {"swa_num_key_value_heads": 6, "swa_head_dim": 16, "log_scaling_n_floor": 5},
+    | {"swa_num_key_value_heads": 6, "swa_head_dim": 16, "log_scaling_n_floor": 5}
+    | {"qk_l2_clip_threshold": 2.0, "rel_l2_clip_threshold": 1.0, "final_logit_softcapping": 5.0}
+    | {"mlp_gate_softcap": 0.5, "mlp_up_softcap": 0.8},
     "inkling2_text-plain": INKLING2
     | {"layer_types": ["hybrid"] * 3, "num_hidden_layers": 3, "conv_kernel_size": 3}
     | {"n_layers_per_attn_res_block": 1, "unpadded_vocab_size": 151},
     "inkling2_loop_text": INKLING2
     | {"num_hidden_layers": 8, "layer_types": ["hybrid_sliding", "hybrid"] * 4}
     | {"unpadded_vocab_size": 151, "swa_head_dim": 16, "loop_gate_rank": 10}
-    | {"loop_layer_index_start": 2, "loop_layer_index_end": 6, "loop_num_passes": 3},
+    | {"loop_layer_index_start": 2, "loop_layer_index_end": 6, "loop_num_passes": 2},
     "inkling2_loop_text-once": INKLING2
     | {"n_layers_per_attn_res_block": 1, "unpadded_vocab_size": 151, "loop_gate_rank": 10}
     | {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 1},
