@@ -794,7 +794,7 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("deepseek_v4", "o_groups", 4, "a divisor of the 6 of num_attention_heads"),
         ("deepseek_v4", "num_key_value_heads", 2, "1: a row is the key of every head"),
         ("deepseek_v4", "index_head_dim", 6, "at least the 8 that are rotated"),
-        ("deepseek_v4", "scoring_func", "relu", "one of sigmoid, sqrtsoftplus"),
+        ("deepseek_v4", "scoring_func", "relu", "one of sigmoid, softmax, sqrtsoftplus"),
         ("hy_v4", "hidden_act", "gelu", "one of silu"),
         ("minimax_m3_vl_text", "index_n_heads", 4, "2, one for each KV head"),
         ("minimax_m3_vl_text", "index_local_blocks", 4, "at most the 3 of index_topk_blocks"),
