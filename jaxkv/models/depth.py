@@ -193,7 +193,7 @@ def _mean(query_D: Array, parts: Sequence[Entries]) -> Array:
     """Returns what a query takes of entries, [T, D]."""
     scores, found, start = [], [], 0
     for entry_STD, is_there_S in parts:
-        score_ST = total(entry_STD * query_D[None, None]) * len(query_D) ** -0.5
+        score_ST = rounded(total(entry_STD * query_D[None, None]) * len(query_D) ** -0.5)
         scores.append(jnp.where(is_there_S[:, None], score_ST, -jnp.inf))
     weight_TS = softmax(jnp.concatenate(scores).T)
     for entry_STD, _ in parts:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.models.recurrent.mixer import StateArray
-from jaxkv.ops.layers import linear
+from jaxkv.ops.layers import linear, rounded
 from jaxkv.ops.recurrent import Rows, short_conv
 
 SHORT_CONV = "_short_conv"
@@ -71,5 +71,5 @@ class ShortConvs:
         y_TX, pool = short_conv(
             y_TX, kernel_XK, states[place], rows, with_input=True, said_TGK=said_TGK
         )
-        y_TX = y_TX / math.sqrt(num_parts) if self.by_root else y_TX
+        y_TX = rounded(y_TX / math.sqrt(num_parts)) if self.by_root else y_TX
         return y_TX, (*states[:place], pool, *states[place + 1 :])
