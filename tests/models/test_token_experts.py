@@ -23,6 +23,7 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.families import mixtral, read_config, read_family
 from jaxkv.models.families.base import table
 from jaxkv.placement import place
+from jaxkv.programs.rounding import quantise
 from jaxkv.testing import model_of
 from jaxkv.weights.arrays import take_weights
 from jaxkv.weights.dummy import random_weights
@@ -124,7 +125,7 @@ def test_it_is_the_checkpoints_whatever_the_weights_are(path, stored):
         {},
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "as_bits": True},
-        {"quantization": "int8"},
+        {"quantization": "int8", "quantise": quantise},
     ):
         assert_has(loaded(path, **options), numbers)
 
@@ -132,7 +133,7 @@ def test_it_is_the_checkpoints_whatever_the_weights_are(path, stored):
 def test_it_is_converted_as_it_is(path, tmp_path):
     convert(path, tmp_path / "out", dtype="bfloat16")
     for dtype in ("bfloat16", "float32"):
-        for options in ({}, {"quantization": "int8"}):
+        for options in ({}, {"quantization": "int8", "quantise": quantise}):
             found = loaded(tmp_path / "out", load_converted, dtype=dtype, **options)
             assert_has(found, stored_table(path))
 
