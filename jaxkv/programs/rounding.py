@@ -17,7 +17,7 @@ from jaxkv.weights.packing import INT4, LARGEST, Packing
 LEAST4 = -8
 
 CUT = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-"""What scales in 4 bits are tried to be, as parts of those that cut nothing off."""
+"""Scales that are tried in 4 bits, as parts of those that cut nothing off."""
 
 TINY = 1e-30
 

@@ -44,7 +44,6 @@ METHODS = {
 WITH_HEAD = ("int8_dynamic",)
 """Methods by which the head is quantised too: there it would stay the slowest matmul of a step."""
 
-
 LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}
 """The largest values, which that of a group or row becomes."""
 

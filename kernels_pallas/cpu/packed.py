@@ -74,7 +74,7 @@ DECLARED512 = (
 ADDRESSES = ("x", "w", "y", "scales", "zeros", "table")
 SIZES = {"first": "first_output", "T": "num_tokens", "N": "num_outputs"}
 SIZES |= {name: name for name in ("D", "F", "C", "scales_bytes", "zeros_bytes")}
-"""What the function for a task takes, and under which names a task has it."""
+"""Numbers that the function for a task takes, by their names there, and how a task calls them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +407,7 @@ class _Rows:
 
 
 READ_AS = {"scales": (2, 4), "zeros": (0, 1, 4)}
-"""How many bytes a scale and a zero point may have, 0 where there is none."""
+"""Bytes that a scale and a zero point may have, 0 where there is none."""
 
 
 def _read_as(f: Function, address: str, num_bytes: int) -> str:

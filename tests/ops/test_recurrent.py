@@ -340,7 +340,7 @@ def test_a_decoding_row_has_the_same_bits_beside_others(by_channel, size):
 
 
 def test_a_chunk_has_the_same_bits_beside_a_longer_one():
-    """Of few tokens a CPU makes a shorter block, however many tokens the step has."""
+    """A CPU makes a shorter block of few tokens, however many tokens the step has."""
     rng, heads, size, few = np.random.default_rng(0), 4, 16, drive.SHORT - 7
     q, k = rng.normal(size=(2, 2 * drive.SHORT, 2, size)).astype(np.float32)
     v = rng.normal(size=(len(q), heads, size)).astype(np.float32)

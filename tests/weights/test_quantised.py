@@ -18,7 +18,7 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.decoder import head_of, logits
 from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.models.stream import normed
-from jaxkv.programs.rounding import quantise
+from jaxkv.programs.rounding import AT_ONCE, quantise
 from jaxkv.testing import blueprint_of, model_of
 from jaxkv.weights.orbax import convert, load_converted
 from jaxkv.weights.packing import DYNAMIC, METHODS, SCALES, from_pairs, packing_for
@@ -131,10 +131,11 @@ def test_int8_dynamic_quantises_the_head_and_not_the_embeddings(tmp_path, tied):
 
 
 def test_four_bits_cut_off_what_costs_less_than_it_spares():
-    w = np.random.default_rng(0).standard_t(3, size=(64, 256)).astype(np.float32)
+    num_rows = 3 * AT_ONCE // 512 + 8  # more than one piece, the last one not full
+    w = np.random.default_rng(0).standard_t(3, size=(num_rows, 256)).astype(np.float32)
     made = quantise(w, packing_for("int4", 256))
     got = from_pairs(made[""]).astype(np.float32) * made[SCALES][..., None]
-    groups = w.reshape(64, 2, 128).swapaxes(0, 1)
+    groups = w.reshape(num_rows, 2, 128).swapaxes(0, 1)
     scale = np.abs(groups).max(axis=2, keepdims=True) / 7
     plain = np.rint(groups / scale) * scale
     error, before = (np.square(x - groups).sum(axis=2) for x in (got, plain))

@@ -19,10 +19,10 @@ PUBLISHED = {
     "num_passes": "loop_num_passes",
     "gate_rank": "loop_gate_rank",
 }
-"""How a section of published configs calls what transformers has beside the other keys."""
+"""Keys of a section of published configs, and those that transformers has beside all others."""
 
 CONTROLLERS = {"q": "attn", "k": "k", "v": "v", "mlp": "mlp"}
-"""What published files call what messages are to."""
+"""Names in published files of what messages are to."""
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:

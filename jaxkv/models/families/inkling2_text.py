@@ -79,7 +79,7 @@ SPELLINGS = (
     (r"\.w13_weight$", ".gate_up_proj"),
     (r"\.w2_weight$", ".down_proj"),
 )
-"""What published files call tensors, and transformers as it saves them."""
+"""Names of tensors in published files, and those under which transformers saves them."""
 
 
 class Form(NamedTuple):
