@@ -12,7 +12,8 @@ this is not theirs.
 Some rows of w are written as those numbers to a panel in the first-level cache, and multiplied from
 there as `matmul` and `matmul512` do, with the same sums. A vector of 16 numbers is the table of 4
 bits: a group's own one is made of it, with its scale and zero point, and one instruction looks up
-as many values as a vector has numbers. For one token the numbers are multiplied as they come.
+as many values as a vector has numbers. For one token, and with AVX-512 for up to `FEW`, there is no
+panel: numbers are multiplied as they come.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ COLUMNS, MULTIPLE = 32, 16
 AT_ONCE = 8
 """Rows of w that are multiplied with one token, each with a sum of its own: a fifth faster than 4,
 and than 16 (docs/benchmarks/cpu.md).
+"""
+
+FEW = 4
+"""So many tokens are multiplied with numbers as they come: the sums of more, with 4 rows of w, have
+no room in registers beside what makes numbers (docs/benchmarks/cpu.md).
 """
 
 PAIRS, WORDS = "<32 x bfloat>", "<32 x i16>"
@@ -242,19 +248,20 @@ def _tile512(form: Form) -> Function:
     most, size = matmul512.DEPTH[form.dtype], matmul512.OUTPUTS
     panel = f.variable(f"[{size * most * form.width} x i8]", align=64)
     rows_of_w = [f.at(panel, i * most * form.width) for i in range(size)]
-    is_one = f.let("icmp eq i64 %T, 1")
     with f.each(0, "%D", most) as start:
         depth = f.least(f.sub("%D", start), most)
         rows = _Rows(form, f, start, depth, most, TASK_OUTPUTS)
         rows.widen("%N")
-        with f.where(is_one):
-            if form.columns == 128:
-                _multiply_one_by_groups(rows)
-            else:
-                with f.each(0, "%N", AT_ONCE) as output:
-                    _multiply_one512(rows, output)
-        is_more = f.let(f"xor i1 {is_one}, true")
-        with f.where(is_more), f.each(0, "%N", size) as output:
+        for count in range(1, FEW + 1):
+            with f.where(f.let(f"icmp eq i64 %T, {count}")):
+                if count == 1 and form.columns == 128:
+                    _multiply_one_by_groups(rows)
+                    continue
+                outputs = AT_ONCE if count == 1 else size
+                with f.each(0, "%N", outputs) as output:
+                    _multiply_few512(rows, count, output, outputs)
+        are_more = f.let(f"icmp sgt i64 %T, {FEW}")
+        with f.where(are_more), f.each(0, "%N", size) as output:
             rows.fill(output, size, panel, most)
             for count, first, stop in blocks(f, "%T", matmul512.ROWS):
                 with f.each(first, stop, count) as t:
@@ -264,18 +271,20 @@ def _tile512(form: Form) -> Function:
     return f
 
 
-def _multiply_one512(rows: _Rows, output: str) -> None:
-    """Adds the products of the one token with AT_ONCE rows of w to y."""
+def _multiply_few512(rows: _Rows, count: int, output: str, outputs: int) -> None:
+    """Adds the products of so many tokens with `outputs` rows of w to y."""
     f, form, size = rows.f, rows.form, matmul512.OUTPUTS
+    tokens = [str(t) for t in range(count)]
     products = [
-        matmul512.Product(f, form.dtype, ["0"], rows.start) for _ in range(0, AT_ONCE, size)
+        matmul512.Product(f, form.dtype, tokens, rows.start) for _ in range(0, outputs, size)
     ]
-    with rows.pieces(output, AT_ONCE) as (column, reads):
+    with rows.pieces(output, outputs) as (column, reads):
         step = matmul512.COLUMNS[form.dtype]
-        numbers = [products[0].read(f.add(column, j)) for j in range(0, form.columns, step)]
-        for i, read in enumerate(reads):
-            for of_x, of_w in zip(numbers, read(), strict=True):
-                products[i // size].add(i % size, of_x, of_w)
+        of_rows = [read() for read in reads]
+        for j in range(form.columns // step):
+            numbers = products[0].read(f.add(column, j * step))
+            for i, weights in enumerate(of_rows):
+                products[i // size].add(i % size, numbers, weights[j])
     for i, product in enumerate(products):
         product.finish(f.add(output, i * size))
 

@@ -233,9 +233,9 @@ def packed_of(kind, groups, rows, columns, dtype, *, zeros=False, table=False, f
 PACKED = [
     *[(1, 5, 80, 128, kind, {}) for kind in KINDS],
     *[(130, 33, 80, 96, kind, {}) for kind in KINDS],
-    (7, 1, 48, 2080, "pairs", {}),
+    (4, 1, 48, 2080, "pairs", {}),
     (7, 1, 48, 2080, "int8", {}),
-    (7, 2, 48, 1152, "pairs", {"zeros": True}),
+    (3, 2, 48, 1152, "pairs", {"zeros": True}),
     (130, 2, 48, 192, "pairs", {"zeros": True}),
     (1, 3, 48, 64, "int4", {"zeros": True}),
     (2, 3, 32, 32, "pairs", {"zeros": True}),
