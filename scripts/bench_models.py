@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -42,6 +43,13 @@ SHAPES = {
     "110m": shape(32_000, 768, 2048, 12, 12, 4),
     "0.5b": shape(151_936, 896, 4864, 24, 14, 2),
     "1.1b": shape(32_000, 2048, 5632, 22, 32, 4),
+    "moe": shape(32_000, 1024, 512, 24, 16, 8)
+    | {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 32,
+        "num_experts_per_tok": 8,
+    },
     "8b": shape(128_256, 4096, 14_336, 32, 32, 8) | {"max_position_embeddings": 131_072},
 }
 """config.json by name; heads are hidden / num_attention_heads wide (64, toy 8, 8b 128). 0.5b is
@@ -85,12 +93,15 @@ def leaves(config: dict) -> list[tuple[str, tuple[int, ...]]]:
     kv = D // config["num_attention_heads"] * config["num_key_value_heads"]
     layer = {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
     layer |= {"self_attn.q_proj": (D, D), "self_attn.k_proj": (kv, D), "self_attn.v_proj": (kv, D)}
-    layer |= {
-        "self_attn.o_proj": (D, D),
-        "mlp.gate_proj": (F, D),
-        "mlp.up_proj": (F, D),
-        "mlp.down_proj": (D, F),
-    }
+    layer["self_attn.o_proj"] = (D, D)
+    num_experts = config.get("num_local_experts", 0)
+    for i in range(num_experts):
+        expert = f"block_sparse_moe.experts.{i}"
+        layer |= {f"{expert}.w1": (F, D), f"{expert}.w2": (D, F), f"{expert}.w3": (F, D)}
+    if num_experts:
+        layer["block_sparse_moe.gate"] = (num_experts, D)
+    else:
+        layer |= {"mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
     top = {"model.embed_tokens": (V, D), "model.norm": (D,), "lm_head": (V, D)}
     top |= {
         f"model.layers.{i}.{k}": dims
@@ -116,6 +127,10 @@ GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.w1": "ffn_gate_exps",
+    "block_sparse_moe.w2": "ffn_down_exps",
+    "block_sparse_moe.w3": "ffn_up_exps",
 }
 
 
@@ -138,6 +153,9 @@ def make_gguf(directory: Path, dtype: str, *, in_4_bits: bool = False) -> Path:
         "rope.dimension_count": config["hidden_size"] // heads,
         "vocab_size": vocab,
     }
+    if "num_local_experts" in config:
+        numbers["expert_count"] = config["num_local_experts"]
+        numbers["expert_used_count"] = config["num_experts_per_tok"]
     fields = [_field("general.architecture", GGUF_STRING, _text(b"llama"))]
     fields += [_field(f"llama.{k}", GGUF_UINT32, struct.pack("<I", n)) for k, n in numbers.items()]
     for key, value in (
@@ -156,7 +174,7 @@ def make_gguf(directory: Path, dtype: str, *, in_4_bits: bool = False) -> Path:
         fields.append(_field(f"tokenizer.ggml.{key}", GGUF_ARRAY, array))
 
     entries, data, offset = [], [], 0
-    for name, x in load_file(directory / "model.safetensors").items():
+    for name, x in _stacked(load_file(directory / "model.safetensors")).items():
         base = name.removesuffix(".weight")
         if base.startswith("model.layers."):
             _, _, number, part = base.split(".", 3)
@@ -167,9 +185,10 @@ def make_gguf(directory: Path, dtype: str, *, in_4_bits: bool = False) -> Path:
             # What a rotation turns stands side by side there, and half a head apart here.
             count = heads if "q_proj" in part else config["num_key_value_heads"]
             x = x.reshape(count, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-        if in_4_bits and x.ndim == 2 and base.startswith("blk."):
+        is_router = "gate_inp" in base
+        if in_4_bits and x.ndim > 1 and base.startswith("blk.") and not is_router:
             raw, kind = _q4_0(x.astype(np.float32)), GGML_Q4_0
-        elif x.ndim == 1 or dtype == "float32":
+        elif x.ndim == 1 or is_router or dtype == "float32":
             raw, kind = x.astype(np.float32).tobytes(), GGML_F32
         else:
             raw, kind = np.ascontiguousarray(x).tobytes(), GGML_BF16
@@ -182,6 +201,22 @@ def make_gguf(directory: Path, dtype: str, *, in_4_bits: bool = False) -> Path:
     path = directory / f"{'q4_0' if in_4_bits else dtype}.gguf"
     path.write_bytes(head + bytes(-len(head) % ALIGNMENT) + b"".join(data))
     return path
+
+
+def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Stacks matrices of experts, which GGUF has as one tensor."""
+    found: dict[str, Any] = {}
+    for name, x in tensors.items():
+        before, is_of_expert, after = name.partition(".experts.")
+        if not is_of_expert:
+            found[name] = x
+            continue
+        number, matrix = after.split(".", 1)
+        found.setdefault(f"{before}.{matrix}", {})[int(number)] = x
+    return {
+        name: np.stack([x[i] for i in range(len(x))]) if isinstance(x, dict) else x
+        for name, x in found.items()
+    }
 
 
 def _q4_0(x: np.ndarray) -> bytes:

@@ -34,7 +34,13 @@ def with_chosen(
         return linear(x_RD, w[name].of_expert(expert))
 
     def queries(x_TD: jax.Array) -> jax.Array:
-        q_TCF = each_expert(x_TD, expert_TC, partial(run, QUERIES), num_experts=num_experts)
+        q_TCF = each_expert(
+            x_TD,
+            expert_TC,
+            partial(run, QUERIES),
+            num_experts=num_experts,
+            is_native=w[QUERIES].is_native,
+        )
         q_TCKH = q_TCF.reshape(len(x_TD), num_used, -1, head_dim)
         return q_TCKH.swapaxes(1, 2).reshape(len(x_TD), -1)
 
@@ -42,7 +48,12 @@ def with_chosen(
         x_TKCH = x_TF.reshape(len(x_TF), -1, num_used, head_dim)
         x_TCF = x_TKCH.swapaxes(1, 2).reshape(len(x_TF), num_used, -1)
         given = (x_TCF, expert_TC, weight_TC)
-        return run_experts(*given, partial(run, OUTPUT), num_experts=num_experts)
+        return run_experts(
+            *given,
+            partial(run, OUTPUT),
+            num_experts=num_experts,
+            is_native=w[OUTPUT].is_native,
+        )
 
     dtype, columns = w[OUTPUT].dtype, w[OUTPUT].num_columns
     made = {

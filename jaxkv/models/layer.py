@@ -580,12 +580,12 @@ class Layers:
             given_T1 = jnp.where(is_identity_TK, weight_TK, 0).sum(axis=1, keepdims=True)
         expert_TK = jnp.where(self._is_real_T[:, None], expert_TK, num_experts)
 
+        experts = {
+            name.removeprefix(EXPERT): leaf for name, leaf in w.items() if name.startswith(EXPERT)
+        }
+
         def run(x_RD: jax.Array, expert: jax.Array) -> jax.Array:
-            own = {
-                name.removeprefix(EXPERT): leaf.of_expert(expert)
-                for name, leaf in w.items()
-                if name.startswith(EXPERT)
-            }
+            own = {name: leaf.of_expert(expert) for name, leaf in experts.items()}
             if "down_bias" in own and self._axis is not None:  # added up over devices: once
                 is_first = jax.lax.axis_index(self._axis) == 0
                 own["down_bias"] = jnp.where(is_first, own["down_bias"], 0)
@@ -603,6 +603,7 @@ class Layers:
             num_experts=num_experts,
             on_input=router.on_input,
             norm=self._norm_of_experts(w),
+            is_native=all(leaf.is_native for leaf in experts.values()),
         )
         y_TD = linear(y_TD, w["latent_out"]) if "latent_out" in w else y_TD
         if "shared_up" in w:

@@ -131,13 +131,13 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
 
 def _frequencies_in_context(rope: RopeSpec, head_dim: int, context_T: jax.Array) -> jax.Array:
     """Computes the inverse frequencies [T, dim/2] of tokens whose sequences may get so long."""
-    dim = rope.dim or head_dim
+    dim, sign = rope.dim or head_dim, -1 if rope.reverse else 1
     if rope.kind == "longrope":
-        long = default_inv_freq(rope.theta, dim) / np.array(rope.long_factors, np.float32)
+        long = sign * default_inv_freq(rope.theta, dim) / np.array(rope.long_factors, np.float32)
         is_long_T1 = context_T[:, None] > rope.original_max_len
         return jnp.where(is_long_T1, long[None], rope_frequencies(rope, head_dim)[None])
     longest_T = jnp.maximum(context_T, rope.original_max_len).astype(jnp.float32)
     grown_T = rope.factor * longest_T / rope.original_max_len - (rope.factor - 1)
     theta_T = rope.theta * grown_T ** (dim / (dim - 2))
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    return theta_T[:, None] ** -exponent[None]
+    return sign * theta_T[:, None] ** -exponent[None]

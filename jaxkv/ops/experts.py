@@ -4,6 +4,7 @@ is ever dropped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,11 @@ from jaxkv.ops.layers import rounded, softmax, total, total_over
 CPU_ROWS, ROWS = ((2, 4), (31, 16), (None, 64)), 128
 """Tokens that an expert takes at once: on a CPU 4 where experts have 2 each or less on average, and
 so on. A result's bits do not depend on it: there matmuls add up alike for all numbers of rows.
+"""
+
+FEW_PAIRS = 512
+"""Of up to so many tokens and their experts, blocks have three times as many rows in all, which
+have to be kept at once (docs/benchmarks/experts.md).
 """
 
 
@@ -179,14 +185,16 @@ def run_experts(
     num_experts: int,
     on_input: bool = False,
     norm: Callable[[Array], Array] | None = None,
+    is_native: bool = False,
 ) -> Array:
     """Adds up what each token's experts make of it, [T, D] float32, as `each_expert` gives it.
     on_input: as in `Router`. norm: of what each expert gives, before it is weighed.
     """
+    each = partial(each_expert, num_experts=num_experts, is_native=is_native)
     if on_input:
-        y_TKD = each_expert(x_TD, expert_TK, run, num_experts=num_experts, weight_TK=weight_TK)
+        y_TKD = each(x_TD, expert_TK, run, weight_TK=weight_TK)
     else:
-        y_TKD = each_expert(x_TD, expert_TK, run, num_experts=num_experts)
+        y_TKD = each(x_TD, expert_TK, run)
         y_TKD = y_TKD if norm is None else norm(y_TKD)
         y_TKD = rounded(y_TKD * weight_TK[..., None])
     return total_over(y_TKD, 1)
@@ -199,19 +207,61 @@ def each_expert(
     *,
     num_experts: int,
     weight_TK: Array | None = None,
+    is_native: bool = False,
 ) -> Array:
     """Returns what each of a token's experts makes of it, [T, K, F] float32; `run(x, expert)` is
     one expert on some rows. A token of an expert from `num_experts` on is in none, which makes 0.
 
     x: tokens [T, D], or what each expert of a token takes, [T, K, D]. weight_TK: multiplies that.
-    Tokens are sorted by expert and taken in blocks of one expert each; a block's last rows may be
-    those of the next expert, whose own block overwrites what this one wrote there. Cost: an
-    expert's weights are read once for each of its blocks.
+    Tokens are sorted by expert and taken in blocks of one expert each, one after the other; a
+    block's last rows may be those of the next expert, whose own block overwrites what this one
+    wrote there. Cost: an expert's weights are read once for each of its blocks.
+
+    is_native: all that `run` multiplies with is (`Matrix.is_native`), so that a CPU may run few
+    tokens' blocks at once.
     """
     num_each = expert_TK.size / num_experts
     on_cpu = next(rows for most, rows in CPU_ROWS if most is None or num_each <= most)
     cpu, default = (partial(_by_blocks, run, num_experts, size) for size in (on_cpu, ROWS))
+    if is_native and expert_TK.size <= FEW_PAIRS:
+        cpu = partial(_at_once, run, num_experts)
     return jax.lax.platform_dependent(x, expert_TK, weight_TK, cpu=cpu, default=default)
+
+
+def _at_once(
+    run: Callable[[Array, Array], Array],
+    num_experts: int,
+    x: Array,
+    expert_TK: Array,
+    weight_TK: Array | None,
+) -> Array:
+    """Runs all blocks by `vmap`, of which each product is one call. Rows of zeros, which are not
+    multiplied, fill blocks up.
+    """
+    (num_tokens, num_used), num_pairs = expert_TK.shape, expert_TK.size
+    # Blocks of twice the average: more rows would be zeros, with less more weights read twice.
+    num_rows = 1 << max(0, math.ceil(math.log2(2 * num_pairs / num_experts)))
+    num_rows = min(num_rows, num_tokens)
+    num_blocks = min(num_pairs // num_rows + num_experts, num_pairs)
+    expert_P, number_P = expert_TK.reshape(-1), jnp.arange(num_pairs)
+    size_E = jnp.zeros(num_experts, jnp.int32).at[expert_P].add(1, mode="drop")
+    blocks_E = -(-size_E // num_rows)
+    end_E = jnp.cumsum(blocks_E)
+    first_E = (end_E - blocks_E) * num_rows - (jnp.cumsum(size_E) - size_E)
+    place_P = jnp.zeros_like(number_P).at[jnp.argsort(expert_P, stable=True)].set(number_P)
+    # The row of a pair of a token and its expert; no row, past the last one, of an expert in none.
+    row_P = place_P + first_E.at[expert_P].get(mode="fill", fill_value=num_blocks * num_rows)
+    pair_R = jnp.full(num_blocks * num_rows, num_pairs).at[row_P].set(number_P, mode="drop")
+    from_R = pair_R if x.ndim == 3 else pair_R // num_used
+    x_RD = x.reshape(-1, x.shape[-1]).at[from_R].get(mode="fill", fill_value=0)
+    if weight_TK is not None:
+        x_RD *= weight_TK.reshape(-1).at[pair_R].get(mode="fill", fill_value=0)[:, None]
+    expert_B = jnp.searchsorted(end_E, jnp.arange(num_blocks), side="right", method="compare_all")
+    y_BRF = jax.vmap(run)(
+        x_RD.reshape(num_blocks, num_rows, -1), jnp.minimum(expert_B, num_experts - 1)
+    )
+    y_RF = y_BRF.reshape(num_blocks * num_rows, -1)
+    return y_RF.at[row_P].get(mode="fill", fill_value=0).reshape(num_tokens, num_used, -1)
 
 
 def _by_blocks(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.axes import Array
+from jaxkv.ops import native
 from jaxkv.ops.adapters import Adapted
 from jaxkv.ops.matrices import AnyMatrix, Chosen, Matrix, Packed, Summed, dot
 
@@ -98,8 +99,12 @@ def linear(
 
 def linear_float32(x_TD: Array, w: Matrix) -> Array:
     """Computes `linear` in float32 whatever the weight's dtype: for what chooses."""
-    w_FD = w.rows(0, w.num_rows).astype(jnp.float32)
-    return dot(x_TD.astype(jnp.float32), w_FD)
+    x_TD, w_FD = x_TD.astype(jnp.float32), w.rows(0, w.num_rows).astype(jnp.float32)
+    if not native.takes(w_FD.shape, w_FD.dtype):
+        return dot(x_TD, w_FD)
+    return jax.lax.platform_dependent(
+        x_TD, w_FD, cpu=lambda x_TD, w_FD: native.matmul(x_TD, w_FD[None], 0), default=dot
+    )
 
 
 def linear_by_group(x_TD: Array, w: AnyMatrix | Adapted) -> Array:

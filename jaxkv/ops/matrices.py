@@ -451,6 +451,11 @@ class Vectors(NamedTuple):
     leaf: Array
     layer: Array
 
+    @property
+    def is_native(self) -> bool:
+        """Tells whether a CPU may do natively what is done with it, as of a matrix."""
+        return True
+
     def of_expert(self, number: Array) -> Array:
         """Returns the vector of an expert, as values."""
         return values(self.leaf[self.layer, number])

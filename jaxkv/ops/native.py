@@ -10,6 +10,8 @@ import ctypes
 import hashlib
 import os
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -21,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import custom_vmap
 
 from jaxkv.axes import Array
 from jaxkv.files import write_whole
@@ -311,7 +314,7 @@ def matmul_packed(
     make_all()
     x_TD = _multiplied_as(x_TD, dtype)
     kind, (_, groups, outputs, _) = _kind(values_NGFC.dtype), values_NGFC.shape
-    T, D = x_TD.shape
+    D = x_TD.shape[1]
     if scales_NGF is None:
         scales_NGF = jnp.ones((1, groups, outputs) if kind == "int4" else (1, 0, 0))
     if zeros_NGF is None:
@@ -323,15 +326,13 @@ def matmul_packed(
     for x, least in zip(more, (jnp.bfloat16, jnp.int8), strict=True):
         if x.dtype not in (least, jnp.float32):  # the machine code tells them by their bytes
             raise TypeError(f"expected scales or zeros of {least.dtype} or float32, got {x.dtype}")
-    results = [jax.ShapeDtypeStruct((T, outputs), jnp.float32)]
+    beside = []
     for by in (128, 64):
         if kind == "int4" and (f"int4_by_{by}", dtype.name) in names and D // groups % by == 0:
             kind = f"int4_by_{by}"
-            results.append(jax.ShapeDtypeStruct((T, D), x_TD.dtype))
-    call = jax.ffi.ffi_call(names[kind, dtype.name], results, vmap_method="sequential")
-    index, table = jnp.asarray(index, jnp.int32), table.astype(jnp.float32)[None, None]
-    y_TF, *_ = call(x_TD, values_NGFC, index, *more, table)
-    return y_TF
+            beside.append(((D,), x_TD.dtype))
+    product = _Product(names[kind, dtype.name], outputs, jnp.float32, tuple(beside))
+    return product(x_TD, values_NGFC, index, *more, table.astype(jnp.float32)[None, None])
 
 
 def takes_int4(kind: np.dtype, columns: int, dtype: np.dtype) -> bool:
@@ -356,20 +357,17 @@ def matmul_int4(
     None where there are none.
     """
     make_all()
-    (T, D), (_, groups, outputs, _) = x_TD.shape, values_NGFC.shape
+    D, (_, groups, outputs, _) = x_TD.shape[1], values_NGFC.shape
     part = int4.part_of(D // groups)
     if part is None:
         raise ValueError(f"groups: expected columns that `takes_int4`, got {D // groups}")
-    shapes = ((T, outputs), "float32"), ((T, D), "int16"), ((T, D // part, 2), "float32")
-    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    call = jax.ffi.ffi_call(int4.HANDLER, results, vmap_method="sequential")
+    beside = ((D,), "int16"), ((D // part, 2), "float32")
     if scales_NGF is None:
         scales_NGF = jnp.ones((1, groups, outputs), jnp.bfloat16)
     if zeros_NGF is None:
         zeros_NGF = jnp.zeros((1, 0, 0), jnp.int8)
-    index, x_TD = jnp.asarray(index, jnp.int32), x_TD.astype(jnp.float32)
-    y_TF, _, _ = call(x_TD, values_NGFC, index, scales_NGF, zeros_NGF)
-    return y_TF
+    product = _Product(int4.HANDLER, outputs, jnp.float32, beside)
+    return product(x_TD.astype(jnp.float32), values_NGFC, index, scales_NGF, zeros_NGF)
 
 
 def _call(dtype: str, x_TD: Array, w_NFD: Array, index: int | Array, out_dtype: Any) -> Array:
@@ -377,9 +375,48 @@ def _call(dtype: str, x_TD: Array, w_NFD: Array, index: int | Array, out_dtype: 
     kernel = _code().matmul
     if kernel is None:
         raise RuntimeError(f"expected machine code, but XLA multiplies: {_code().not_multiplying}")
-    result = jax.ShapeDtypeStruct((x_TD.shape[0], w_NFD.shape[1]), out_dtype)
-    call = jax.ffi.ffi_call(kernel.HANDLERS[dtype], result, vmap_method="sequential")
-    return call(x_TD, w_NFD, jnp.asarray(index, jnp.int32))
+    return _Product(kernel.HANDLERS[dtype], w_NFD.shape[1], out_dtype)(x_TD, w_NFD, index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """Calls a handler of `kernels_pallas.cpu.products`. beside: of further results the shape of
+    what a row of x has, and the dtype.
+    """
+
+    handler: str
+    num_outputs: int
+    dtype: Any
+    beside: tuple[tuple[tuple[int, ...], Any], ...] = ()
+
+    def __call__(self, x_TD: Array, w: Array, index: int | Array, *more: Array) -> Array:
+        """Returns x @ w[index].T. What `vmap` makes several of is one call, if w is one for all:
+        each with its index, and its own of `more` where these differ.
+        """
+        call = custom_vmap(self._call)
+
+        @call.def_vmap
+        def together(
+            count: int, is_mapped: Sequence[bool], x_TD: Array, w: Array, *others: Array
+        ) -> tuple[Array, bool]:
+            if is_mapped[1]:
+                axes = [0 if mapped else None for mapped in is_mapped]
+                return jax.vmap(self._call, in_axes=axes)(x_TD, w, *others), True
+            x_PTD, index_P = (
+                x if mapped else jnp.broadcast_to(x, (count, *x.shape))
+                for x, mapped in ((x_TD, is_mapped[0]), (others[0], is_mapped[2]))
+            )
+            return self._call(x_PTD, w, index_P, *others[1:]), True
+
+        return call(x_TD, w, jnp.asarray(index, jnp.int32), *more)
+
+    def _call(self, x: Array, *operands: Array) -> Array:
+        front = x.shape[:-2]
+        results = [((*x.shape[:-1], self.num_outputs), self.dtype), (front or (1,), jnp.int32)]
+        results += [((*x.shape[:-1], *shape), dtype) for shape, dtype in self.beside]
+        made = [jax.ShapeDtypeStruct(*result) for result in results]
+        y, *_ = jax.ffi.ffi_call(self.handler, made, vmap_method="sequential")(x, *operands)
+        return y
 
 
 @matmul.defjvp

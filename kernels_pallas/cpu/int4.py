@@ -37,7 +37,14 @@ from kernels_pallas.cpu.function import (
     integers,
     totals,
 )
-from kernels_pallas.cpu.products import TASK_OUTPUTS, TASK_TOKENS, UNSIGNED, Operands, kernel
+from kernels_pallas.cpu.products import (
+    TASK_OUTPUTS,
+    TASK_TOKENS,
+    UNSIGNED,
+    Operands,
+    kernel,
+    used_rows,
+)
 
 HANDLER = "jaxkv_int4"
 
@@ -107,7 +114,10 @@ def _round(f: Function, known: Mapping[str, str]) -> None:
     part = f.least(known["C"], LONGEST)
     parts, largest = f.let(f"sdiv i64 {known['D']}, {part}"), f.variable(EIGHT, align=32)
     total = f.variable(EIGHT, align=32)
-    with f.each(0, f.mul(known["used"], parts), 1) as number:
+    with (
+        used_rows(f, known) as (row, count),
+        f.each(f.mul(row, parts), f.mul(f.add(row, count), parts), 1) as number,
+    ):
         first = f.mul(number, part)
         x, q = f.at(known["x"], f.mul(first, 4)), f.at(known["q"], f.mul(first, 2))
         for place in (largest, total):

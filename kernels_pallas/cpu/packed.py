@@ -33,7 +33,14 @@ from kernels_pallas.cpu.function import (
     of_bfloat16,
     totals,
 )
-from kernels_pallas.cpu.products import TASK_OUTPUTS, UNSIGNED, UNSIGNED_HALVES, Operands, kernel
+from kernels_pallas.cpu.products import (
+    TASK_OUTPUTS,
+    UNSIGNED,
+    UNSIGNED_HALVES,
+    Operands,
+    kernel,
+    used_rows,
+)
 
 BITS = {"int4": 4, "int4_by_64": 4, "int4_by_128": 4, "int8": 8, "float8_e4m3fn": 8}
 """Kinds of values, those of 4 bits under three names: with AVX-512 those for bfloat16 in groups of
@@ -163,13 +170,15 @@ def _prepare(form: Form, f: Function, known: dict[str, str]) -> None:
     """Writes x in the order in which columns are read."""
     if form.columns == COLUMNS:
         return
-    size = 2 * form.columns
-    with f.each(0, f.mul(f.mul(known["used"], known["D"]), 2), size) as place:
-        columns = [
-            f.load(WORDS, known["x"], f.add(place, far), align=2) for far in range(0, size, 64)
-        ]
-        for i, numbers in enumerate(_dealt(f, columns)):
-            f.store(f"{WORDS} {numbers}", known["ordered"], f.add(place, 64 * i), align=2)
+    size, width = 2 * form.columns, f.mul(known["D"], 2)
+    with used_rows(f, known) as (row, count):
+        first = f.mul(row, width)
+        with f.each(first, f.add(first, f.mul(count, width)), size) as place:
+            columns = [
+                f.load(WORDS, known["x"], f.add(place, far), align=2) for far in range(0, size, 64)
+            ]
+            for i, numbers in enumerate(_dealt(f, columns)):
+                f.store(f"{WORDS} {numbers}", known["ordered"], f.add(place, 64 * i), align=2)
     known["x"] = known["ordered"]
 
 

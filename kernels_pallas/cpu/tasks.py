@@ -15,7 +15,7 @@ from kernels_pallas.cpu.function import Function
 # Offsets in bytes within the structures of the interface.
 EXTENSION, API, CONTEXT, ARGUMENTS, RESULTS = 8, 16, 24, 72, 112  # of a call
 METADATA, MAJOR, MINOR = 24, 24, 28  # of an extension, and of what it points to
-DTYPE, DATA, DIMS = 16, 24, 40  # of a buffer
+DTYPE, DATA, RANK, DIMS = 16, 24, 32, 40  # of a buffer
 DESTROY_ERROR, SCHEDULE, NUM_THREADS = 64, 136, 144  # of the functions that XLA offers
 FLOAT32, BFLOAT16 = 11, 16  # of dtypes
 VERSION = (0, 3)
@@ -46,8 +46,14 @@ class Buffer:
         less = f.let(f"select i1 {is_half}, i64 2, i64 1")
         return f.let(f"select i1 {is_float}, i64 4, i64 {less}")
 
+    @property
+    def rank(self) -> str:
+        return self.f.load("i64", self.address, RANK)
+
     def dim(self, axis: int) -> str:
-        return self.f.load("i64", self.f.load("ptr", self.address, DIMS), 8 * axis)
+        """Returns the size of an axis; one below 0 is counted from the last one on."""
+        place = 8 * axis if axis >= 0 else self.f.mul(self.f.add(self.rank, axis), 8)
+        return self.f.load("i64", self.f.load("ptr", self.address, DIMS), place)
 
     def integer(self) -> str:
         """Reads the first number, of int32."""

@@ -572,9 +572,8 @@ def test_machine_code_is_kept_for_the_next_start(tmp_path, monkeypatch):
         )
         before = len(optimised)
         native._register.__wrapped__(llvm, features.flatten(), "matmul")
-        result = jax.ShapeDtypeStruct((5, 32), jnp.float32)
-        call = jax.ffi.ffi_call(f"{matmul256.HANDLERS['float32']}_{number}", result)
-        np.testing.assert_array_equal(call(x, w, jnp.int32(0)), in_order(x, w[0], matmul256))
+        product = native._Product(f"{matmul256.HANDLERS['float32']}_{number}", 32, jnp.float32)
+        np.testing.assert_array_equal(product(x, w, 0), in_order(x, w[0], matmul256))
         return "anew" if len(optimised) > before else "kept"
 
     assert [start(0, tmp_path), start(1, tmp_path)] == ["anew", "kept"]
