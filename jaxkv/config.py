@@ -361,7 +361,7 @@ def nearest_parameter(name: str) -> str:
     if name.startswith("guided_") and name not in known:
         return "structured_outputs"
     if name in known or name in ELSEWHERE:
-        return ELSEWHERE.get(name, "")
+        return ELSEWHERE.get(name) or _NOT_BUILT.get(name, "")
     close = get_close_matches(name[:100], known - _NOT_BUILT.keys(), n=1, cutoff=0.8)
     return close[0] if close else ""
 

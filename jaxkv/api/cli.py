@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what the caller can mend (the message is on stderr).
     """
     parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
+    args, unknown = parser.parse_known_args(_with_dashes(sys.argv[1:] if argv is None else argv))
     if unknown:
         parser.error(_about_unknown(unknown))
     try:
@@ -53,6 +53,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(args)
     except KeyboardInterrupt:
         return 130
+
+
+def _with_dashes(given: Sequence[str]) -> list[str]:
+    """Returns the arguments with flags such as --max_model_len, as vLLM takes them too, by their
+    names. Behind "--" there are none, and what has a space is a text.
+    """
+    found, is_over = [], False
+    for one in given:
+        is_over = is_over or one == "--"
+        name, equals, value = one.partition("=")
+        is_flag = name.startswith("--") and " " not in name and not is_over
+        found.append(f"{name.replace('_', '-')}{equals}{value}" if is_flag else one)
+    return found
 
 
 def _about_unknown(given: Sequence[str]) -> str:

@@ -49,6 +49,15 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 """Keys with the values that ask for nothing that is not done anyway."""
 
+NEAREST = {
+    "add_special_tokens": "token ids in place of a text",
+    "chat_template": "jaxkv serve --chat-template",
+    "functions": "tools",
+    "prompt_logprobs": "echo with logprobs, of a completion",
+    "reasoning_effort": "chat_template_kwargs",
+}
+"""Names what is nearest to keys of OpenAI's and vLLM's that are not here."""
+
 MOST = {
     "stop": 64,
     "bad_words": 64,
@@ -150,7 +159,7 @@ class Keys:
             self.take(key, kind)
         for key, value in self._left.items():
             if key not in HARMLESS:
-                near = nearest_parameter(key)
+                near = NEAREST.get(key) or nearest_parameter(key)
                 hint = f" (nearest: {near})" if near else ""
                 raise BodyError(f"{key:.200}: unknown, or not supported{hint}", key[:200])
             if not any(value == one and type(value) is type(one) for one in HARMLESS[key]):

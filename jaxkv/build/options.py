@@ -227,6 +227,7 @@ class EngineOptions:
         "are stored quantised, the method that their config.json names",
         check=IS_TEXT_OR_NONE,
         commands=ENGINES + TARGETS,
+        aliases=("-q",),
     )
     tensor_parallel_size: int = option(
         1,
@@ -353,6 +354,7 @@ class EngineOptions:
         '"method": "draft_model" the "model" that proposes them, or "method": "mtp"',
         check=IS_DICT,
         commands=ENGINES,
+        aliases=("-sc",),
     )
     prefix_cache_secret: bytes | None = option(
         None,

@@ -507,10 +507,44 @@ _OF_SERVER = {
     "allowed_methods": "--allowed-origins",
     "allowed_headers": "--allowed-origins",
     "allow_credentials": "--allowed-origins",
+    "config": "the flags themselves",
+    "headless": "",
+    "uds": "--host and --port",
+    "middleware": "a proxy",
+    "ssl_ca_certs": "a proxy",
+    "ssl_cert_reqs": "a proxy",
+    "ssl_ciphers": "a proxy",
+    "enable_ssl_refresh": "a proxy",
+    "enable_request_id_headers": "the id of an answer",
+    "trust_request_chat_template": "--chat-template",
+    "default_chat_template_kwargs": "chat_template_kwargs of a request",
+    "tool_parser_plugin": _TAKEN_APART,
+    "tool_server": "",
+    "exclude_tools_when_tool_choice_none": "what is done anyway",
+    "return_tokens_as_token_ids": "",
+    "enable_prompt_tokens_details": "usage, which always has them",
+    "enable_force_include_usage": "stream_options of a request",
+    "enable_per_request_metrics": "/metrics",
+    "enable_server_load_tracking": "/metrics",
+    "enable_tokenizer_info_endpoint": "/tokenize",
+    "enable_log_outputs": "",
+    "enable_log_deltas": "",
+    "max_log_len": "",
+    "log_error_stack": "",
+    "disable_access_log_for_endpoints": "",
+    "sse_keep_alive_interval": "",
+    "fingerprint_mode": "",
+    "grpc": "",
 }
 """Names what is nearest to flags of its server alone."""
 
-_SHORT = {"pp": "pipeline_parallel_size", "dp": "data_parallel_size", "q": "quantization"}
+_SHORT = {
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "ep": "enable_expert_parallel",
+    "cc": "compilation_config",
+    **dict.fromkeys(("O0", "O1", "O2", "O3"), "optimization_level"),
+}
 
 
 def about_flag(flag: str, known: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from jaxkv.requests.contents import (
     form_of,
     formed,
     names_read,
+    with_known_roles,
 )
 from jaxkv.requests.deadline import TemplateTimeoutError, within_time
 
@@ -91,7 +92,7 @@ class Chats:
         chosen = self._options.get("chat_template"), self._options.get("tools")
         template = self._tokenizer.get_chat_template(*chosen)
         self._check_read(template)
-        given = formed(messages, self._form or form_of(template))
+        given = formed(with_known_roles(messages, template), self._form or form_of(template))
         text = self._tokenizer.apply_chat_template(given, tokenize=False, **self._options)
         check_rendered(text, given)
         return text

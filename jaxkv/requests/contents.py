@@ -94,6 +94,20 @@ def _generation_tag() -> Any:
     return Generation
 
 
+def with_known_roles(
+    messages: Sequence[Mapping[str, Any]], template: str
+) -> Sequence[Mapping[str, Any]]:
+    """Returns the messages with OpenAI's newer role "developer" as "system" where the template
+    never names it, as in vLLM: most templates leave out or refuse a role that they do not know.
+    """
+    if '"developer"' in template or "'developer'" in template:
+        return messages
+    return [
+        {**message, "role": "system"} if message.get("role") == "developer" else message
+        for message in messages
+    ]
+
+
 def formed(messages: Sequence[Mapping[str, Any]], form: Form) -> list[Mapping[str, Any]]:
     """Returns the messages with each content in a form that the template reads.
 

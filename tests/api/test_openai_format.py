@@ -165,7 +165,13 @@ def test_lists_are_no_longer_than_what_is_checked_quickly():
 
 
 def test_names_of_other_interfaces_are_refused_with_the_nearest_key():
-    for name, near in (("max_new_tokens", "max_tokens"), ("guided_json", "structured_outputs")):
+    for name, near in {
+        "max_new_tokens": "max_tokens",
+        "guided_json": "structured_outputs",
+        "truncate_prompt_tokens": "token ids that are cut before",
+        "prompt_logprobs": "echo with logprobs, of a completion",
+        "functions": "tools",
+    }.items():
         with pytest.raises(BodyError, match=rf"^{name}: unknown, .* \(nearest: {near}\)$"):
             read(COMPLETIONS, **{name: 5})
 

@@ -1224,6 +1224,10 @@ def test_the_command_says_what_is_wrong_before_it_loads_anything(capsys):
         (["--enable-auto-tool-choice"], "--enable-auto-tool-choice: vLLM's, not built here"),
         (["-pp", "2"], "-pp: vLLM's, not built here"),
         (["--enforce-eager"], "--enforce-eager: vLLM's, not built here (nearest: --lazy-compile)"),
+        (["--enable_log_outputs"], "--enable-log-outputs: vLLM's, not built here"),
+        (["--max-log-len", "9"], "--max-log-len: vLLM's, not built here"),
+        (["-O3"], "-O3: vLLM's, which sets nothing here: leave it out"),
+        (["--config", "a.yaml"], "--config: vLLM's, not built here (nearest: the flags"),
         (["--no-deterministic"], "--no-deterministic: an argument of LLM that this command has no"),
         (["--max-model-length", "9"], "unrecognized argument, did you mean --max-model-len?"),
         (["--max-model-len", "1q"], "expected a whole number such as 4096, 4k (4,000) or 4K"),
@@ -1237,7 +1241,7 @@ def test_vllms_flags_that_are_not_here_are_refused_by_name(flags, says, capsys, 
 
 
 def test_flags_that_vllms_command_has_of_the_engine_are_here(capsys, tmp_path):
-    flags = ["--no-enable-prefix-caching", "--seed", "1", "--num-gpu-blocks-override", "9"]
+    flags = ["--no-enable-prefix-caching", "--seed", "1", "--num_gpu_blocks_override=9"]
     assert cli.main(["serve", str(tmp_path), "--port", "0", *flags, "--lazy-compile"]) == 2
     assert f"{tmp_path}/config.json: not found" in capsys.readouterr().err
 

@@ -128,8 +128,9 @@ def test_whole_numbers_of_flags_are_read_as_vllm_reads_them(text, number):
     for names, settings in flags("serve").values():
         own.add_argument(*names, **settings)
     for parser in (own, EngineArgs.add_cli_args(argparse.ArgumentParser())):
-        args = parser.parse_args(["--max-model-len", text, "-tp", "2"])
-        assert (args.max_model_len, args.tensor_parallel_size) == (number, 2)
+        args = parser.parse_args(["--max-model-len", text, "-tp", "2", "-q", "int8"])
+        read = args.max_model_len, args.tensor_parallel_size, args.quantization
+        assert read == (number, 2, "int8")
 
 
 def test_options_are_frozen_and_all_but_the_model_are_keywords():

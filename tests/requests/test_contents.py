@@ -107,6 +107,15 @@ def test_what_a_template_drops_or_prints_as_a_list_is_refused(tokenizer, templat
         rendered(tokenizer, template, ("system", [A, B]), ("user", "one by one"))
 
 
+@pytest.mark.parametrize("template", [QWEN25, MISTRAL, PARTS_ONLY])
+def test_a_developer_is_a_system_for_a_template_that_never_names_one(tokenizer, template):
+    rest = ("user", "The end")
+    text = rendered(tokenizer, template, ("system", "Be kind."), rest)
+    assert rendered(tokenizer, template, ("developer", "Be kind."), rest) == text
+    named = template + "{% if messages[0].role == 'developer' %}!{% endif %}"
+    assert rendered(tokenizer, named, ("developer", "Be kind."), rest).endswith("!")
+
+
 def test_a_template_may_write_the_messages_in_another_order(tokenizer):
     template = (
         "{% for m in messages | reverse %}{% for p in m.content %}{{ p.text }}{% endfor %}"
