@@ -542,6 +542,9 @@ _SHORT = {
     "pp": "pipeline_parallel_size",
     "dp": "data_parallel_size",
     "ep": "enable_expert_parallel",
+    "dcp": "decode_context_parallel_size",
+    "pcp": "prefill_context_parallel_size",
+    "ac": "attention_config",
     "cc": "compilation_config",
     **dict.fromkeys(("O0", "O1", "O2", "O3"), "optimization_level"),
 }
