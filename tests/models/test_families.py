@@ -9,6 +9,7 @@ import re
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import jax
@@ -163,6 +164,37 @@ def test_heads_of_two_sizes_with_one_rope_are_rotated_whole():
         found = tables.of(group.layers)(jnp.int32(group.layers[0]))
         angle_TP = np.arange(3)[:, None] * rope_frequencies(spec.rope, group.head_dim)[None]
         np.testing.assert_allclose(found.cos_TP, np.cos(angle_TP), atol=1e-6)
+
+
+PART = families.ROPE | {"partial_rotary_factor": 0.5}
+HALF = PART | {"rope_type": "proportional"}
+WHOLE = PART | {"partial_rotary_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("variant", "reference", "ropes", "kind"),
+    [
+        ("deepseek_v3", "DeepseekV3", HALF, ""),
+        *(
+            ("deepseek_v4", "DeepseekV4", {"main": x, "compress": PART}, "main_")
+            for x in (HALF, WHOLE)
+        ),
+    ],
+)
+def test_the_share_that_latent_attention_rotates_is_that_of_transformers(
+    variant, reference, ropes, kind
+):
+    pytest.importorskip("torch")
+    from transformers import AutoConfig
+
+    config = families.text_config(variant) | {"rope_parameters": ropes}
+    modeling = import_module(f"transformers.models.{variant}.modeling_{variant}")
+    made = getattr(modeling, f"{reference}RotaryEmbedding")(
+        AutoConfig.for_model(**deepcopy(config))
+    )
+    angle_TP = np.arange(3)[:, None] * getattr(made, f"{kind}inv_freq").numpy()[None]
+    found = Ropes(read(config)[0], jnp.arange(3)).of([0])(jnp.int32(0))
+    np.testing.assert_allclose(found.cos_TP, np.cos(angle_TP), atol=1e-6)
 
 
 def test_null_kv_heads_are_the_query_heads_and_absent_ones_the_family_s_default():

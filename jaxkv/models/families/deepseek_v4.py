@@ -171,7 +171,7 @@ def _read_form(
         router=router,
         scales=Scales(limits=GateLimits(routed=of_all, shared=of_all), hyper=hyper),
     )
-    if index.head_dim < spec.rope.dim:
+    if kind == CHOSEN and index.head_dim < spec.rope.dim:
         raise config.fail("index_head_dim", f"at least the {spec.rope.dim} that are rotated")
     keeper, layers = keepers[kind], tuple(range(num_layers))
     own = without_attention(layout.layers[0]) | _leaves(config, spec, keeper)
@@ -212,7 +212,8 @@ def _rope(config: ConfigReader, kind: str) -> RopeSpec:
         section = section.replaced(rope_theta=theta).with_defaults({"attention_factor": 1.0})
     config = config.replaced(partial_rotary_factor=part)
     section = section.with_defaults({"partial_rotary_factor": part})
-    return read_rope(config, section, interleaved=True, partly=True)
+    rope = read_rope(config, section, interleaved=True, partly=True)
+    return replace(rope, dim=rope.dim or config.head_dim)  # rows of pages are wider than heads
 
 
 def _leaves(config: ConfigReader, spec: ModelSpec, keeper: Compressor | None) -> dict[str, Leaf]:

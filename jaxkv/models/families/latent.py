@@ -74,9 +74,11 @@ def _rope(config: ConfigReader, rotated: int, interleaved: bool) -> tuple[RopeSp
     """Reads how the rotated part of heads is, and what scores are multiplied by beside it (YaRN's
     factor, which DeepSeek's configs say apart).
     """
-    # The rotated part stands apart: a share of a head says nothing more of it.
-    whole = {"partial_rotary_factor": 1.0}
-    config, section = config.replaced(**whole), rope_section(config).replaced(**whole)
+    section = rope_section(config)
+    if section.get("rope_type") != "proportional":
+        # The rotated part stands apart: a share of a head says nothing more of it.
+        whole = {"partial_rotary_factor": 1.0}
+        config, section = config.replaced(**whole), section.replaced(**whole)
     rope = read_rope(config, section, head_dim=rotated, interleaved=interleaved)
     factor = 1.0
     if rope.kind != "default" and section.get("mscale_all_dim"):
