@@ -1,5 +1,5 @@
-"""Random Llama checkpoints for benchmarks: real shapes, weights drawn on the spot, bfloat16
-safetensors, and the same as GGUF.
+"""Random Llama and Mixtral checkpoints for benchmarks: real shapes, weights drawn on the spot,
+bfloat16 safetensors, and the same as GGUF.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ SHAPES = {
     "8b": shape(128_256, 4096, 14_336, 32, 32, 8) | {"max_position_embeddings": 131_072},
 }
 """config.json by name; heads are hidden / num_attention_heads wide (64, toy 8, 8b 128). 0.5b is
-Qwen2.5-0.5B's shape without its biases, and with a head of its own.
+Qwen2.5-0.5B's shape without its biases, and with a head of its own. moe is Mixtral's architecture
+in the size of Granite 3.0's 1B-A400M, with 32 experts, 8 for each token.
 """
 
 

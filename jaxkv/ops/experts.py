@@ -22,7 +22,7 @@ so on. A result's bits do not depend on it: there matmuls add up alike for all n
 
 FEW_PAIRS = 512
 """Of up to so many tokens and their experts, blocks have three times as many rows in all, which
-have to be kept at once (docs/benchmarks/experts.md).
+have to be kept at once (docs/benchmarks/cpu.md).
 """
 
 

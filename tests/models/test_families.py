@@ -197,6 +197,27 @@ def test_the_share_that_latent_attention_rotates_is_that_of_transformers(
     np.testing.assert_allclose(found.cos_TP, np.cos(angle_TP), atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_opposite_angles_stay_so_in_a_longer_context(kind):
+    """nanochat's, of embeddings that follow from how long a sequence may get."""
+    config = families.text_config("nanochat")
+    width = config["hidden_size"] // config["num_attention_heads"] // 2
+    factors = {"long_factor": [4.0] * width, "short_factor": [1.0] * width}
+    ropes = families.ROPE | {"rope_type": kind, "original_max_position_embeddings": 32}
+    ropes |= factors if kind == "longrope" else {"factor": 2.0}
+    spec, _ = read(config | {"rope_parameters": ropes})
+    plain = replace(spec, rope=replace(spec.rope, reverse=False))
+    position_T, context_T = jnp.arange(3), jnp.int32([100] * 3)
+
+    found, other = (
+        Ropes(one, position_T, context_T).of([0])(jnp.int32(0)) for one in (spec, plain)
+    )
+
+    np.testing.assert_array_equal(found.sin_TP, -other.sin_TP)
+    np.testing.assert_array_equal(found.cos_TP, other.cos_TP)
+    assert np.any(found.sin_TP)
+
+
 def test_null_kv_heads_are_the_query_heads_and_absent_ones_the_family_s_default():
     config = tiny_config("mistral", num_attention_heads=16, hidden_size=64)
     assert read(config | {"num_key_value_heads": None})[0].groups[0].num_kv_heads == 16

@@ -23,8 +23,9 @@ from jaxkv.ops.attention import Batch, Place
 from jaxkv.ops.attention import native as attention_native
 from jaxkv.ops.attention.native import attend, handler_for
 from jaxkv.ops.attention.sweep import Scores
+from jaxkv.ops.experts import run_experts
 from jaxkv.ops.layers import linear
-from jaxkv.ops.matrices import Matrix, Packed
+from jaxkv.ops.matrices import Matrix, Packed, Vectors
 from jaxkv.testing import engine_of
 from jaxkv.weights.packing import in_pairs
 from kernels_pallas.cpu import int4, matmul512
@@ -404,12 +405,79 @@ def test_derivatives_with_packed_weights_are_those_of_xla():
     np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-5)
 
 
-def test_a_batch_is_multiplied_in_turn(kernel):
-    x, w = random((4, 3, 64), jnp.float32), random((2, 32, 64), jnp.float32, seed=1)
+def test_what_vmap_makes_several_of_is_one_call(kernel):
+    """Unless matrices are mapped too, or there are products of products."""
+    x, w = np.array(random((4, 3, 64), jnp.float32)), random((2, 32, 64), jnp.float32, seed=1)
+    x[2, 1:], x[3], index = 0, 0, jnp.int32([1, 0, 1, 9])  # rows and products of zeros alone
 
-    y = jax.vmap(lambda x: native.matmul(x, w, 1))(x)
+    def together(x, index):
+        return jax.vmap(native.matmul, in_axes=(0, None, 0))(x, w, index)
 
-    check(y.reshape(12, 32), x.reshape(12, 64), w[1], kernel)
+    y = together(x, index)
+    for number, x_TD, y_TF in zip(index, x, y, strict=True):
+        check(y_TF, x_TD, w[min(number, 1)], kernel)
+    (call,) = re.findall(r"ffi_call\[|scan\[|while\[", str(jax.make_jaxpr(together)(x, index)))
+    assert call == "ffi_call["
+    np.testing.assert_array_equal(jax.vmap(lambda x: native.matmul(x, w, 1))(x)[:3:2], y[:3:2])
+    np.testing.assert_array_equal(
+        jax.vmap(native.matmul)(x[:2], w[::-1][:, None], index[:2]), y[:2]
+    )
+    np.testing.assert_array_equal(jax.vmap(together)(x[None], index[None]), y[None])
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "columns", "more"),
+    [
+        ("pairs", 1, 128, {}),
+        ("pairs", 2, 64, {"zeros": True}),
+        ("pairs", 2, 32, {"table": True, "factor": True}),
+        ("int8", 2, 32, {"zeros": True}),
+    ],
+)
+def test_packed_weights_of_several_experts_are_one_call(kind, groups, columns, more, kernel):
+    packed, _, _ = packed_of(kind, groups, 32, columns, jnp.bfloat16, **more)
+    x, expert_P = random((4, 2, groups * columns), jnp.bfloat16), jnp.int32([2, 0, 2, 1])
+
+    def product(x, expert):
+        return linear(x, replace(packed, layer=(1, expert)))
+
+    y = jax.vmap(product)(x, expert_P)
+
+    for one, (x_TD, expert) in zip(y, zip(x, expert_P, strict=True), strict=True):
+        np.testing.assert_array_equal(one, product(x_TD, expert))
+
+
+@pytest.mark.parametrize("num_tokens", [2, 9])
+@pytest.mark.parametrize("weighs_input", [False, True])
+def test_experts_at_once_give_what_they_give_one_after_the_other(num_tokens, weighs_input, kernel):
+    rng = np.random.default_rng(0)
+    chosen = np.array([rng.permutation(3)[:2] for _ in range(num_tokens)])
+    chosen[1] = 3  # none
+    chosen[2:6] = [1, 2]
+    x, weight = random((num_tokens, 64), jnp.bfloat16), random(chosen.shape, jnp.float32)
+    packed, _, _ = packed_of("pairs", 2, 32, 32, jnp.bfloat16, zeros=True)
+    plain, bias = random((2, 3, 64, 32), jnp.bfloat16), random((2, 3, 64), jnp.float32)
+
+    def run(x, expert):
+        y = linear(x, replace(packed, layer=1).of_expert(expert))
+        own = Vectors(bias, 1).of_expert(expert)
+        return linear(y, Matrix(plain, 1).of_expert(expert), own)
+
+    at_once, in_turn = (
+        run_experts(
+            x,
+            jnp.int32(chosen),
+            weight,
+            run,
+            num_experts=3,
+            on_input=weighs_input,
+            is_native=is_native,
+        )
+        for is_native in (True, False)
+    )
+
+    np.testing.assert_array_equal(at_once, in_turn)
+    assert [bool(row.any()) for row in at_once] == [token != 1 for token in range(num_tokens)]
 
 
 def test_threads_do_not_get_in_each_others_way(kernel):
