@@ -197,6 +197,15 @@ def test_the_share_that_latent_attention_rotates_is_that_of_transformers(
     np.testing.assert_allclose(found.cos_TP, np.cos(angle_TP), atol=1e-6)
 
 
+def test_a_tied_head_has_all_rows_of_the_embedding():
+    """As transformers ties it, whatever `output_vocab_size` says of a head of its own."""
+    config = families.text_config("apertus1p5_text")
+    sizes = {
+        tied: read(config | {"tie_word_embeddings": tied})[0].vocab_size for tied in (False, True)
+    }
+    assert sizes == {False: config["output_vocab_size"], True: config["vocab_size"]}
+
+
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_opposite_angles_stay_so_in_a_longer_context(kind):
     """nanochat's, of embeddings that follow from how long a sequence may get."""

@@ -16,6 +16,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     """Reads the vocabulary of the head: what cannot be drawn is not in prompts of text either."""
     count = config.size("vocab_size")
     kept = config.size("output_vocab_size", count, at_most=count)
+    if config.flag("tie_word_embeddings", False):
+        kept = count  # a head that is the embedding has all of its rows
     spec, layout = apertus.read(config.replaced(vocab_size=kept))
     embed = layout.top["embed"]
     if kept < count:
