@@ -55,8 +55,10 @@ DECLARED = (
 )
 """The functions call these too."""
 
-BLOCK, LONGEST = 64, 512
-"""Columns of a register, and the most that are a part."""
+BLOCK, LONGEST, UNROLLED = 64, 512, 128
+"""Columns of a register, the most that are a part, and those of a part that has a function of its
+own, which does without loops over blocks.
+"""
 
 OUTPUTS, ROWS = 4, (4, 2, 1)
 """Rows of w of which totals are made at once, and rows of x that are multiplied at once: as many
@@ -83,7 +85,8 @@ def functions() -> list[Function]:
         beside=("q", "steps"),
         in_groups=True,
     )
-    return [_task(), *kernel(HANDLER, operands, _call, _round).functions()]
+    tasks = [_task(columns) for columns in (None, UNROLLED)]
+    return [*tasks, *kernel(HANDLER, operands, _call, _round).functions()]
 
 
 def part_of(columns: int) -> int | None:
@@ -106,7 +109,9 @@ def _call(f: Function, part: Mapping[str, str]) -> None:
     }
     given = [f"ptr {own[name]}" for name in POINTERS]
     given += [f"i64 {own[name]}" for name in SIZES.values()]
-    f.do(f"call void @task_int4({', '.join(given)})")
+    for condition, name in (("ne", _name(None)), ("eq", _name(UNROLLED))):
+        with f.where(f.let(f"icmp {condition} i64 {columns}, {UNROLLED}")):
+            f.do(f"call void @{name}({', '.join(given)})")
 
 
 def _round(f: Function, known: Mapping[str, str]) -> None:
@@ -179,10 +184,14 @@ def _round_block(f: Function, x: str, factors: str, q: str, total: str) -> None:
         f.store(f"{EIGHT} {f.shuffle('<4 x i32>', first, last, range(8))}", q, 32 * kind, align=2)
 
 
-def _task() -> Function:
-    """Writes the function for some outputs of some tokens."""
+def _name(columns: int | None) -> str:
+    return f"task_int4_{columns or 'any'}"
+
+
+def _task(columns: int | None) -> Function:
+    """Writes the function for some outputs of some tokens. columns: of a part, None for any."""
     given = [*(f"ptr %{name}" for name in POINTERS), *(f"i64 %{name}" for name in SIZES)]
-    f = Function(f"define internal void @task_int4({', '.join(given)}) noinline")
+    f = Function(f"define internal void @{_name(columns)}({', '.join(given)}) noinline")
     y = f.variable(f"[{TASK_TOKENS * TASK_OUTPUTS} x float]", align=64)
     has_zeros, none = f.let("icmp ne ptr %zeros, null"), f.variable("<4 x i8>")
     f.store("<4 x i8> zeroinitializer", none)
@@ -201,6 +210,7 @@ def _task() -> Function:
             zeros=f.at(zeros, f.mul(row, zero_width)),
             zero_width=zero_width,
             y=y,
+            columns=columns,
         )
         for rows, first, stop in blocks(f, "%T", ROWS):
             with f.each(first, stop, rows) as t, f.each(0, "%N", OUTPUTS) as output:
@@ -223,7 +233,8 @@ def _place(f: Function, start: str) -> tuple[str, str]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
     """Says which part is multiplied: where its values are, and those of the next one, and its
-    scales and zero points, which are zero_width bytes each: 0 where there are none.
+    scales and zero points, which are zero_width bytes each: 0 where there are none. columns: how
+    many it has, None where only `%part` knows.
     """
 
     w: str
@@ -234,11 +245,15 @@ class _Part:
     zeros: str
     zero_width: str
     y: str
+    columns: int | None
 
 
 def _multiply(f: Function, part: _Part, rows: Sequence[str], output: str) -> None:
     """Adds the products of rows of x with OUTPUTS rows of w to y."""
     q = [f.at("%q", f.mul(f.add(f.mul(row, "%D"), part.start), 2)) for row in rows]
+    if part.columns is not None:  # a line of the cache for each output
+        for i in range(OUTPUTS):
+            f.fetch(f.at(part.later, f.mul(f.add(output, i), _bytes(f, "%C"))))
     of_output = [_sums(f, part, q, f.add(output, i)) for i in range(OUTPUTS)]
     zeros = f.load("<4 x i8>", part.zeros, f.mul(output, part.zero_width), align=1)
     zeros = f.let(f"sitofp <4 x i8> {zeros} to {FOUR}")
@@ -261,8 +276,8 @@ def _multiply(f: Function, part: _Part, rows: Sequence[str], output: str) -> Non
 
 
 def _sums(f: Function, part: _Part, q: Sequence[str], output: str) -> list[str]:
-    """Returns the sums of products of each row of x with a row of w, eight numbers each. What is
-    read of w is fetched of the next part.
+    """Returns the sums of products of each row of x with a row of w, eight numbers each. In a loop,
+    what is read of w is fetched of the next part.
     """
     row = f.mul(output, _bytes(f, "%C"))
     w, later = f.at(part.w, row), f.at(part.later, row)
@@ -270,9 +285,12 @@ def _sums(f: Function, part: _Part, q: Sequence[str], output: str) -> list[str]:
     for of_row in sums:
         for place in of_row:
             f.store(f"{EIGHT} zeroinitializer", place, align=32)
-    with f.each(0, "%part", BLOCK) as column:
-        f.fetch(f.at(later, _bytes(f, column)), stays=True)
-        _add(f, w, q, column, sums)
+    for number in range((part.columns or 0) // BLOCK):
+        _add(f, w, q, str(number * BLOCK), sums)
+    if part.columns is None:
+        with f.each(0, "%part", BLOCK) as column:
+            f.fetch(f.at(later, _bytes(f, column)), stays=True)
+            _add(f, w, q, column, sums)
     found = []
     for of_row in sums:
         lower, upper = (f.load(EIGHT, place, align=32) for place in of_row)
