@@ -13,6 +13,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxkv.api.response_parts import (
+    Arguments,
+    Call,
+    Forced,
+    Listed,
+    Marked,
+    Parser,
+    Plain,
+    Reader,
+    Said,
+)
 from jaxkv.config import SamplingParams, is_int, nearest_parameter
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
@@ -92,6 +103,8 @@ class Asked:
     template, each as `AsyncLLM.generate` and `LLM.as_completed` take it. `top`: how many of the
     likeliest tokens an answer lists, None: no log-probabilities. `has_output`: False where
     max_tokens is 0, so that only the echo is wanted (`params` then ask for one token).
+    `tools`: what a chat may call, and `forced` which of them it has to. `with_reasoning`: an answer
+    shows what the model reasons, where that is known.
     `include_usage`: a stream ends with its usage, and with `usage_in_chunks` each chunk says what
     it is so far.
     """
@@ -104,6 +117,9 @@ class Asked:
     top: int | None
     echo: bool = False
     has_output: bool = True
+    tools: Sequence[Mapping[str, Any]] = ()
+    forced: Forced | None = None
+    with_reasoning: bool = True
     stream: bool = False
     include_usage: bool = False
     usage_in_chunks: bool = False
@@ -186,14 +202,19 @@ _JSON_NAMES = {
 }
 
 
-def read_body(url: str, body: Mapping[str, Any], defaults: SamplingParams) -> Asked:
+def read_body(
+    url: str, body: Mapping[str, Any], defaults: SamplingParams, *, is_parsed: bool = False
+) -> Asked:
     """Reads the body of a request to CHAT or COMPLETIONS. defaults: of what it does not say.
+    is_parsed: an `Answer` to a chat will have a parser, which looks for special tokens.
 
     Raises: BodyError.
     """
     keys = Keys(body)
     try:
-        return _read_chat(keys, defaults) if url == CHAT else _read_completion(keys, defaults)
+        if url == CHAT:
+            return _read_chat(keys, defaults, is_parsed=is_parsed)
+        return _read_completion(keys, defaults)
     except BodyError:
         raise
     except ValueError as error:
@@ -241,7 +262,7 @@ def _read_completion(keys: Keys, defaults: SamplingParams) -> Asked:
     )
 
 
-def _read_chat(keys: Keys, defaults: SamplingParams) -> Asked:
+def _read_chat(keys: Keys, defaults: SamplingParams, *, is_parsed: bool) -> Asked:
     messages = read_messages(keys.take("messages", list))
     wanted, top = keys.take("logprobs", bool, False), keys.take_count("top_logprobs")
     keys.take_only("add_special_tokens", False)  # the template writes them
@@ -256,20 +277,49 @@ def _read_chat(keys: Keys, defaults: SamplingParams) -> Asked:
             "max_completion_tokens",
         )
     template = _template(keys)
-    choice = keys.take_any("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise BodyError(
-            f'tool_choice: expected "auto" or "none", got {json.dumps(choice):.80}', "tool_choice"
+    forced = _forced(keys, template)
+    if forced is not None:
+        if changes.get("structured_outputs") is not None:
+            raise BodyError("tool_choice: expected no other form of the answer", "tool_choice")
+        # One blank at most between parts: small models may write blanks for ever.
+        schema = forced.schema(template["tools"])
+        changes["structured_outputs"] = StructuredOutputsParams(
+            json=schema, whitespace_pattern=" ?"
         )
-    if choice == "none":
-        template.pop("tools", None)
+    elif is_parsed:
+        changes["skip_special_tokens"] = False
     return _asked(
         keys,
         url=CHAT,
         inputs=[{"messages": messages, **template}],
         params=replace(defaults, **{**changes, "max_tokens": longest}),
         top=top,
+        tools=template.get("tools", ()),
+        forced=forced,
+        with_reasoning=not is_parsed or keys.take("include_reasoning", bool, True),
     )
+
+
+def _forced(keys: Keys, template: dict[str, Any]) -> Forced | None:
+    """Returns what tools a chat has to call, None where it may as it likes. `tool_choice: "none"`
+    takes the tools out of what is for the template. Raises: BodyError.
+    """
+    choice = keys.take_any("tool_choice")
+    named = choice.get("function") if isinstance(choice, dict) else None
+    name = named.get("name") if isinstance(named, dict) else None
+    is_named = isinstance(name, str) and choice == {"type": "function", "function": {"name": name}}
+    if choice not in (None, "auto", "none", "required") and not is_named:
+        raise BodyError(
+            'tool_choice: expected "auto", "none", "required" or '
+            f'{{"type": "function", "function": {{"name": ...}}}}, got {json.dumps(choice):.80}',
+            "tool_choice",
+        )
+    if choice == "none":
+        template.pop("tools", None)
+    if choice != "required" and not is_named:
+        return None
+    template.setdefault("tools", [])
+    return Forced(name, is_single=not keys.take("parallel_tool_calls", bool, True))
 
 
 def _template(keys: Keys) -> dict[str, Any]:
@@ -438,19 +488,22 @@ class _Sent:
 
     num_chars: int = 0
     num_tokens: int = 0
+    num_calls: int = 0
     offset: int = 0
     is_ended: bool = False
+    reader: Reader = field(default_factory=Plain)
 
 
 @dataclass(kw_only=True)
 class Answer:
     """Writes the answer to one request: whole, or in chunks as its outputs grow. `decode` makes
-    text of tokens; `created` is a Unix time.
+    text of tokens; `parser` takes that of a chat apart; `created` is a Unix time.
     """
 
     asked: Asked
     model: str
     decode: Callable[[Sequence[int]], str]
+    parser: Parser | None = None
     id: str = ""
     created: int = 0
     _sent: dict[int, _Sent] = field(default_factory=dict)
@@ -506,26 +559,63 @@ class Answer:
         """Yields the choices of an output with what has not been sent of them, if there is any."""
         for one in output.outputs:
             index = number * self.asked.params.n + one.index
-            sent = self._sent.setdefault(index, _Sent())
+            if index not in self._sent:
+                self._sent[index] = _Sent(reader=self._reader(output))
+            sent = self._sent[index]
             text = self._text(number, output, one)[sent.num_chars :]
             tokens = self._scored(output, one, sent.num_tokens)
             reason = _finish_reason(one.finish_reason)
             if sent.is_ended or not (text or tokens or reason):
                 continue
+            said = sent.reader.feed(text, reason)
+            if not self.asked.with_reasoning:
+                said.reasoning = ""
+            sent.num_chars += len(text)
+            if not (said or tokens or reason):
+                continue
+            sent.num_calls += len(said.calls)
             scores = None
             if self.asked.top is not None:
                 scores = self._chat_scores(tokens) if self._is_chat else self._scores(tokens, sent)
-            sent.num_chars += len(text)
             sent.num_tokens += len(tokens)
             sent.is_ended = reason is not None
-            yield _choice(index, self._said(text, form), scores, reason, one.stop_reason)
+            forced = self.asked.forced
+            if reason == "stop" and sent.num_calls and (forced is None or forced.name is None):
+                reason = "tool_calls"  # of a tool that was asked for by its name it is "stop"
+            yield _choice(index, self._said(index, said, form), scores, reason, one.stop_reason)
 
-    def _said(self, text: str, form: str) -> dict[str, Any]:
+    def _reader(self, output: RequestOutput) -> Reader:
+        """Returns what takes the text of a choice apart."""
+        forced = self.asked.forced
+        if forced is not None:
+            return Listed() if forced.name is None else Arguments(forced.name)
+        if not self._is_chat or self.parser is None:
+            return Plain()
+        prompt = output.prompt
+        prompt = self.decode(output.prompt_token_ids) if prompt is None else prompt
+        return Marked(self.parser(prompt, self.asked.tools), with_calls=bool(self.asked.tools))
+
+    def _said(self, index: int, said: Said, form: str) -> dict[str, Any]:
         if not self._is_chat:
-            return {"text": text}
+            return {"text": said.content}
+        parts: dict[str, Any] = {}
+        if said.reasoning:
+            parts["reasoning"] = said.reasoning
+        if said.calls:
+            parts["tool_calls"] = [self._call(index, call, form) for call in said.calls]
         if form == "delta":
-            return {"delta": {"content": text} if text else {}}
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+            return {"delta": {"content": said.content, **parts} if said.content else parts}
+        content = None if said.calls and not said.content else said.content
+        return {"message": {"role": "assistant", "content": content, "refusal": None, **parts}}
+
+    def _call(self, index: int, call: Call, form: str) -> dict[str, Any]:
+        """Writes a call of a tool, or in a chunk what is new of it."""
+        number = {"index": call.number} if form == "delta" else {}
+        if call.name is None:
+            return {**number, "function": {"arguments": call.arguments}}
+        name = f"call_{self.id.partition('-')[2]}_{index}_{call.number}"
+        function = {"name": call.name, "arguments": call.arguments}
+        return {**number, "id": name, "type": "function", "function": function}
 
     def _text(self, number: int, output: RequestOutput, one: CompletionOutput) -> str:
         """Returns the text of a choice: behind the prompt where that is echoed."""

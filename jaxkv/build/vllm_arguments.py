@@ -486,7 +486,7 @@ def absence(whose: str, name: str, table: Mapping[str, str]) -> str:
     return f"{whose} has no {name!r} yet, which vLLM has{near}"
 
 
-_TAKEN_APART = "the text of the answer, which is not taken apart"
+_TAKEN_APART = "--response-template"
 _OF_SERVER = {
     "enable_auto_tool_choice": _TAKEN_APART,
     "tool_call_parser": _TAKEN_APART,

@@ -304,7 +304,7 @@ REFUSED = {  # in place of parts of a line, what the message says
         'response_format: expected {"type": "text"}.*, got {"type": "xml"}',
     ),
     "stream": ({"stream": True}, "stream: expected false in a batch, got true"),
-    "choice": ({"tool_choice": "required"}, 'tool_choice: expected .*, got "required"'),
+    "choice": ({"tool_choice": "required"}, "tool_choice: expected tools with it, got none"),
     "messages": ({"messages": "x"}, "messages: expected a list"),
     "role": ({"messages": [{"role": "wizard", "content": "x"}]}, "unknown role wizard"),
     "prompt": ({"prompt": "x"}, "prompt: unknown, or not supported"),

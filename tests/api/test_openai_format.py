@@ -155,6 +155,20 @@ def test_values_that_ask_for_nothing_are_taken(url, own):
             read(url, **{name: value})
 
 
+def test_a_parser_sees_special_tokens_and_a_forced_call_has_none():
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    parsed = [
+        read_body(CHAT, {"messages": MESSAGES, "tools": tools, **body}, DEFAULTS, is_parsed=True)
+        for body in ({}, {"tool_choice": "required"}, {"tool_choice": "none"})
+    ]
+    assert [one.params.skip_special_tokens for one in parsed] == [False, True, False]
+    assert [len(one.tools) for one in parsed] == [1, 1, 0]
+    assert parsed[1].params.structured_outputs is not None
+    assert read(CHAT, tools=tools).params.skip_special_tokens
+    with pytest.raises(BodyError, match=r"^tool_choice: expected no other form of the answer$"):
+        read(CHAT, tools=tools, tool_choice="required", response_format={"type": "json_object"})
+
+
 def test_lists_are_no_longer_than_what_is_checked_quickly():
     for name, most in MOST.items():
         one = {"1": 0} if name == "logit_bias" else [0]

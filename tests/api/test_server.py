@@ -324,6 +324,85 @@ def test_tools_and_arguments_of_calls_reach_the_template(server, client, llm):
     assert body["tokens"] == tokens_of(llm, text)
 
 
+def streamed(client, **asked) -> tuple[dict, str]:
+    """Returns the message that the chunks of a stream make up, and its finish_reason."""
+    message = {"reasoning": "", "content": "", "tool_calls": []}
+    with client.chat.completions.create(model="tiny", stream=True, **asked) as chunks:
+        for chunk in chunks:
+            (choice,) = chunk.choices
+            told = choice.delta.model_dump()
+            for part in ("reasoning", "content"):
+                message[part] += told.get(part) or ""
+            for call in told["tool_calls"] or ():
+                if call["id"] is not None:
+                    assert call["index"] == len(message["tool_calls"])
+                    message["tool_calls"].append((call["function"]["name"], ""))
+                name, arguments = message["tool_calls"][call["index"]]
+                arguments += call["function"]["arguments"]
+                message["tool_calls"][call["index"]] = name, arguments
+    return message, choice.finish_reason
+
+
+def whole(client, **asked) -> tuple[dict, str]:
+    """Returns the same of an answer that is not streamed."""
+    answer = client.chat.completions.create(model="tiny", **asked)
+    (choice,) = answer.choices
+    told = choice.message.model_dump()
+    calls = told["tool_calls"] or ()
+    assert len({call["id"] for call in calls}) == len(calls)
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    assert (told["content"] is None) is (bool(calls) and not told["content"])
+    texts = {part: told.get(part) or "" for part in ("reasoning", "content")}
+    return {**texts, "tool_calls": calls}, choice.finish_reason
+
+
+def test_answers_are_taken_apart_in_streams_as_in_whole(start, llm):
+    call = '{"name": "look", "arguments": {"x": "é"}}'
+    text = f"<think>\nHm.</think>\nI look.<tool_call>{call}</tool_call>"
+    form = {"structured_outputs": {"choice": [text]}}
+    asked = {"messages": CHAT, "temperature": 0, "max_tokens": 90, "extra_body": form}
+    found = [("look", '{"x": "é"}')]
+    apart = {"reasoning": "Hm.", "content": "I look."}
+    parsing = start(response_template="qwen3")
+    with parsing.client() as client:
+        for read in (whole, streamed):
+            with_tools = read(client, **asked, tools=TOOLS)
+            assert with_tools == ({**apart, "tool_calls": found}, "tool_calls")
+            message, reason = read(client, **asked)  # nobody may call
+            assert (message["reasoning"], message["tool_calls"], reason) == ("Hm.", [], "stop")
+            assert message["content"].startswith("I look.{")
+            hidden = {**asked, "extra_body": {**form, "include_reasoning": False}}
+            message, _ = read(client, **hidden, tools=TOOLS)
+            assert message == {"reasoning": "", "content": "I look.", "tool_calls": found}
+            cut = {**asked, "max_tokens": len(tokens_of(llm, text[: text.index("é")]))}
+            message, reason = read(client, **cut, tools=TOOLS)
+            assert (message["tool_calls"], reason) == ([], "length")
+            assert message["content"].startswith('I look.{"name": "look"')
+    wait_for(lambda: is_empty(llm))
+
+
+def test_tools_that_have_to_be_called_are_called(client, llm):
+    kinds = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}
+    kinds["additionalProperties"] = False
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": kinds}}
+        for name in ("look", "go")
+    ]
+    asked = {"messages": CHAT, "tools": tools, "max_tokens": 300, "temperature": 1, "seed": 3}
+    named = {"type": "function", "function": {"name": "go"}}
+    one = {"tool_choice": "required", "parallel_tool_calls": False}
+    for choice, names in ((one, {"look", "go"}), ({"tool_choice": named}, {"go"})):
+        message, reason = whole(client, **asked, **choice)
+        assert (message, reason) == streamed(client, **asked, **choice)
+        ((name, arguments),) = message["tool_calls"]
+        assert name in names
+        assert json.loads(arguments)["x"] in "ab"
+        assert (message["content"], reason) == ("", "stop" if names == {"go"} else "tool_calls")
+    message, reason = whole(client, **{**asked, "max_tokens": 9}, tool_choice="required")
+    assert (message["tool_calls"], reason, message["content"][0]) == ([], "length", "{")
+    wait_for(lambda: is_empty(llm))
+
+
 def test_an_answer_that_was_begun_goes_on(server, llm):
     messages = [*CHAT, {"role": "assistant", "content": "One by"}]
     text = "<s><|user|>The end of<|end|><|assistant|>One by"
@@ -839,7 +918,8 @@ def test_vectors_take_places_until_they_are_made_or_their_client_goes(pooling):
             "expected no chat_template",
         ),
         ("chat/completions", {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
-        ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice", "required"),
+        ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice", "expected tools"),
+        ("chat/completions", {"tool_choice": "any"}, 400, "tool_choice", '"required" or'),
         ("chat/completions", {"tools": [*TOOLS, 1]}, 400, "tools", "expected objects, got 1"),
         ("chat/completions", {"chat_template": "x"}, 400, "chat_template", "not supported"),
     ],
@@ -1220,7 +1300,7 @@ def test_the_command_says_what_is_wrong_before_it_loads_anything(capsys):
         (["--disable-log-requests"], "--disable-log-requests: vLLM's, which sets nothing here"),
         (["--no-enable-log-requests"], "--no-enable-log-requests: vLLM's, not built here"),
         (["--swap-space=4"], "--swap-space: vLLM's, which sets nothing here: leave it out"),
-        (["--reasoning-parser", "qwen3"], "--reasoning-parser: vLLM's, not built here (nearest:"),
+        (["--reasoning-parser", "qwen3"], "not built here (nearest: --response-template)"),
         (["--enable-auto-tool-choice"], "--enable-auto-tool-choice: vLLM's, not built here"),
         (["-pp", "2"], "-pp: vLLM's, not built here"),
         (["-dcp", "2"], "-dcp: vLLM's, not built here (nearest: tensor_parallel_size"),

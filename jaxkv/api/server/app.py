@@ -38,6 +38,7 @@ from jaxkv.api.openai_format import (
     read_tokens,
 )
 from jaxkv.api.openai_vectors import ALIASES, POOLING, AskedPooling, read_pooling
+from jaxkv.api.response_parts import parser_of
 from jaxkv.api.server.adapters import Names
 from jaxkv.api.server.limits import Bodies, Gate, Guard, Refusal, as_refusal, while_connected
 from jaxkv.api.server.options import ServeOptions
@@ -69,6 +70,8 @@ class App:
         self.gate = Gate(options.max_concurrent_sequences)
         self._llm = llm
         self._tokenizer = tokenizer
+        template = options.response_template
+        self._parser = None if template is None else parser_of(tokenizer, template)
         self._defaults = llm.get_default_sampling_params()
         self._bodies = Bodies(options.max_body_bytes, options.send_timeout_s)
         self._created = int(time.time())
@@ -200,7 +203,8 @@ class App:
         """
         reader: Callable[[dict[str, Any]], Asked | AskedPooling] = partial(read_pooling, url)
         if url not in POOLING:
-            reader = partial(read_body, url, defaults=self._defaults)
+            is_parsed = self._parser is not None
+            reader = partial(read_body, url, defaults=self._defaults, is_parsed=is_parsed)
         asked = await self._read(request, reader)
         self.names.adapter(asked.model)
         if self._llm.pools is not isinstance(asked, AskedPooling):
@@ -277,7 +281,7 @@ class App:
 
     def _answer(self, asked: Asked) -> Answer:
         model = self.names.shown(asked.model)
-        return Answer(asked=asked, model=model, decode=self._decode)
+        return Answer(asked=asked, model=model, decode=self._decode, parser=self._parser)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)

@@ -84,6 +84,13 @@ class ServeOptions:
         "names of the model in requests, the first of which answers have (default: MODEL as given)",
         check=IS_NAMES,
     )
+    response_template: str | None = option(
+        None,
+        "takes answers of chats apart into reasoning, content and tool calls: qwen3, qwen3_coder, "
+        "gpt_oss, deepseek_r1, a file with a response template of transformers, or checkpoint for "
+        "that of tokenizer_config.json (default: all is content)",
+        check=IS_TEXT_OR_NONE,
+    )
     lora_modules: Sequence[str] | None = option(
         None,
         "adapters that requests may name as their model, with --enable-lora: NAME=PATH, or JSON: "

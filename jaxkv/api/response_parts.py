@@ -1,0 +1,278 @@
+"""Takes what a model answers in a chat apart: what it reasons, what it says, and the tools that it
+calls.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TEMPLATES = Path(__file__).parent / "response_templates"
+"""Has templates for models whose checkpoints have none."""
+
+OF_CHECKPOINT = "checkpoint"
+
+REASONING = ("reasoning", "reasoning_content", "thinking")
+CONTENT, CALLS = "content", "tool_calls"
+"""Fields that a template may have. Authors of templates call what a model reasons differently."""
+
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""Lists what a parser raises where a call is not what its template says."""
+
+Parser = Callable[[str, Sequence[Mapping[str, Any]]], Any]
+"""Gives transformers' parser of an answer to a prompt, beside tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Is what is new of a call of a tool, the `number`-th of its answer. name: None where it has
+    been said. arguments: JSON.
+    """
+
+    number: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(slots=True)
+class Said:
+    """Is what is new of an answer."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """Says which tools an answer has to call: any of them, or the one of a name. is_single: one
+    call only.
+    """
+
+    name: str | None = None
+    is_single: bool = False
+
+    def schema(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the JSON schema of the answer: of a list of calls, or of the arguments of the one
+        tool. Raises: ValueError for tools that are none, or where none has the name.
+        """
+        parameters = dict(map(_function, tools))
+        if self.name is not None:
+            if self.name not in parameters:
+                names = ", ".join(parameters) or "none"
+                raise ValueError(f"tool_choice: expected one of the tools: {names:.200}")
+            return parameters[self.name]
+        if not parameters:
+            raise ValueError("tool_choice: expected tools with it, got none")
+        shared: dict[str, dict[str, Any]] = {}
+        calls = [_call(name, schema, shared) for name, schema in parameters.items()]
+        most = {"maxItems": 1} if self.is_single else {}
+        return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **shared}
+
+
+def _function(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the name of a tool and the schema of its arguments. Raises: ValueError."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    parameters = function.get("parameters") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name or not isinstance(parameters, dict | None):
+        expected = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+        raise ValueError(f"tools: expected {expected}, got {json.dumps(tool):.80}")
+    return name, parameters or {"type": "object"}
+
+
+def _call(
+    name: str, parameters: Mapping[str, Any], shared: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the schema of a call. What schemas refer to by "#/$defs/..." goes to `shared`, as it
+    has to stand at the root. Raises: ValueError where two differ.
+    """
+    own = dict(parameters)
+    for key in ("$defs", "definitions"):
+        for one, schema in (own.pop(key, None) or {}).items():
+            if shared.setdefault(key, {}).setdefault(one, schema) != schema:
+                raise ValueError(f"tools: expected one schema named {one!r:.80} in {key}, got two")
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": own},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+class Reader(ABC):
+    """Takes the text of an answer as it comes, and says what is new in it."""
+
+    @abstractmethod
+    def feed(self, text: str, end: str | None = None) -> Said:
+        """Returns what is new with more of the text. end: its finish_reason, None before."""
+
+
+class Plain(Reader):
+    """Takes all text as content."""
+
+    def feed(self, text: str, end: str | None = None) -> Said:
+        return Said(content=text)
+
+
+class Arguments(Reader):
+    """Takes all text as the arguments of one call."""
+
+    def __init__(self, name: str) -> None:
+        self._name: str | None = name
+
+    def feed(self, text: str, end: str | None = None) -> Said:
+        if not text:
+            return Said()
+        name, self._name = self._name, None
+        return Said(calls=[Call(0, name, text)])
+
+
+class Listed(Reader):
+    """Reads the list of calls that `Forced.schema` describes. Each call is new as a whole; what is
+    left of one that was cut off is content.
+    """
+
+    def __init__(self) -> None:
+        self._left = ""
+        self._number = 0
+
+    def feed(self, text: str, end: str | None = None) -> Said:
+        said, self._left = Said(), self._left + text
+        while "}" in text:
+            start = self._left.find("{")
+            try:
+                call, stop = json.JSONDecoder().raw_decode(self._left, max(start, 0))
+            except (ValueError, RecursionError):  # not whole yet, or deeper than Python reads
+                break
+            arguments = json.dumps(call["parameters"], ensure_ascii=False)
+            said.calls.append(Call(self._number, call["name"], arguments))
+            self._left = self._left[stop:]
+            self._number += 1
+        if end is not None:
+            said.content = self._left.strip("[], \n\t\r")
+        return said
+
+
+class Marked(Reader):
+    """Takes an answer apart by marks in it, with a parser of transformers.
+
+    with_calls: tools may be called; else what looks like a call is content, as is a call that
+    cannot be read, and what follows it. Blank space around reasoning and content is left out.
+    """
+
+    def __init__(self, parser: Any, *, with_calls: bool) -> None:
+        self._parser = parser
+        self._with_calls = with_calls
+        self._number = 0
+        self._call = self._unread = ""
+        self._blank: dict[str, str] = {}
+
+    def feed(self, text: str, end: str | None = None) -> Said:
+        said = Said()
+        if self._parser is None:
+            said.content = text
+            return said
+        self._unread += text
+        try:
+            self._add(said, self._parser.feed(text))
+            if end is not None:
+                self._add(said, self._parser.finalize()[1], is_cut=end != "stop")
+        except UNREADABLE:  # no JSON, or cut off
+            said.content += self._call + self._unread
+            self._parser = None
+        return said
+
+    def _add(
+        self, said: Said, events: Sequence[Mapping[str, Any]], *, is_cut: bool = False
+    ) -> None:
+        for event in events:
+            kind, name = event["type"], event["field"]
+            if name == CALLS and self._with_calls:
+                if kind == "region_close" and is_cut:
+                    raise ValueError("a call that was cut off")
+                self._add_call(said, event)
+            elif kind == "region_chunk":
+                where = "reasoning" if name in REASONING else CONTENT
+                # None before there is anything but blank space, which is shown before more only.
+                blank = self._blank.get(where)
+                text = event["text"].lstrip() if blank is None else blank + event["text"]
+                if shown := text.rstrip():
+                    setattr(said, where, getattr(said, where) + shown)
+                if blank is not None or shown:
+                    self._blank[where] = text[len(shown) :]
+        if events:
+            self._unread = ""
+
+    def _add_call(self, said: Said, event: Mapping[str, Any]) -> None:
+        if event["type"] == "region_chunk":
+            self._call += event["text"]
+        if event["type"] != "region_close":
+            return
+        value = event["value"]
+        for call in value if isinstance(value, list) else [value]:
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise ValueError("a call without a name")
+            arguments = function.get("arguments", function.get("parameters", {}))
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            said.calls.append(Call(self._number, function["name"], arguments))
+            self._number += 1
+        self._call = ""
+
+
+def parser_of(tokenizer: Any, asked: str) -> Parser:
+    """Returns what makes parsers by a response template of transformers: the checkpoint's, one of
+    `TEMPLATES` by its name, or that of a file. Raises: ValueError.
+    """
+    template = _template(tokenizer, asked)
+    make = getattr(tokenizer, "get_response_parser", None)
+    if make is None:
+        raise ValueError("response_template: expected transformers >= 5.13, which reads them")
+    fields = template.get("fields") if isinstance(template, dict) else None
+    if isinstance(fields, dict) and (other := sorted(fields.keys() - {*REASONING, CONTENT, CALLS})):
+        known = ", ".join((*REASONING, CONTENT, CALLS))
+        raise ValueError(f"response_template: expected fields of {known}, got {other[0]!r:.80}")
+
+    def parser(prompt: str, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
+        return make(template, prefix=prompt, tools=list(tools))
+
+    try:
+        parser("")
+    except ValueError as error:
+        raise ValueError(f"response_template: {asked}: {error}") from error
+    return parser
+
+
+def _template(tokenizer: Any, asked: str) -> Any:
+    if asked == OF_CHECKPOINT:
+        template = getattr(tokenizer, "response_template", None)
+        if template is None:
+            raise ValueError(
+                "response_template: the checkpoint's tokenizer_config.json has none; expected "
+                f"{_names()} or a file"
+            )
+        return template
+    file = TEMPLATES / f"{asked}.json"
+    if "/" in asked or not file.is_file():
+        file = Path(asked)
+    try:
+        return json.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(
+            f"response_template: expected {OF_CHECKPOINT}, {_names()} or a file: {error}"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"response_template: {file}: expected JSON: {error}") from error
+
+
+def _names() -> str:
+    return ", ".join(sorted(file.stem for file in TEMPLATES.glob("*.json")))
