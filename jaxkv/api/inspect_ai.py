@@ -27,7 +27,8 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
 
-from jaxkv.api.openai_format import CHAT, Answer, read_body
+from jaxkv.api.openai_answers import Answer
+from jaxkv.api.openai_format import CHAT, read_body
 from jaxkv.config import RequestOutputKind
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from jaxkv.api.openai_format import CHAT, COMPLETIONS, MOST, SAME, Answer, BodyError, read_body
+from jaxkv.api.openai_answers import Answer
+from jaxkv.api.openai_format import CHAT, COMPLETIONS, MOST, SAME, BodyError, read_body
 from jaxkv.config import SamplingParams
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxkv.structured import StructuredOutputsParams
@@ -247,6 +248,32 @@ def test_a_stream_shows_what_is_new_and_an_end_once():
         choices = [chunk["choices"][0] for chunk in chunks]
         shown.append([(one["index"], one["text"], one["finish_reason"]) for one in choices])
     assert shown == [[(0, "ab", "stop")], [(1, "c", None)], [(1, "d", None)], [(1, "", "length")]]
+
+
+@pytest.mark.parametrize("url", [COMPLETIONS, CHAT])
+def test_tokens_of_prompt_and_choices_are_shown_where_they_are_wanted(url):
+    def output(num: int) -> RequestOutput:
+        reason = "stop" if num == 4 else None
+        ones = [
+            CompletionOutput(i, "abcd"[:num], [7, 8, 9, i][:num], finish_reason=reason)
+            for i in (0, 1)
+        ]
+        return RequestOutput("0", "a", [1, 2], ones, num == 4)
+
+    for wanted in (True, False):
+        asked = read(url, n=2, temperature=1, return_token_ids=wanted)
+        whole = Answer(asked=asked, model="m", decode=str).whole([output(4)])
+        stream, found = Answer(asked=asked, model="m", decode=str), [[], []]
+        chunks = [chunk for num in (0, 1, 3, 4) for chunk in stream.chunks(0, output(num))]
+        prompts = [one["prompt_token_ids"] for one in chunks if "prompt_token_ids" in one]
+        for choice in (one for chunk in chunks for one in chunk["choices"]):
+            found[choice["index"]] += choice.get("token_ids", [])
+            prompts += [choice["prompt_token_ids"]] if "prompt_token_ids" in choice else []
+        assert [one.get("token_ids", []) for one in whole["choices"]] == found
+        assert found == ([[7, 8, 9, 0], [7, 8, 9, 1]] if wanted else [[], []])
+        assert prompts == ([[1, 2]] * 2 if wanted else [])
+        of_whole = [whole] if url == CHAT else whole["choices"]
+        assert all(one.get("prompt_token_ids") == ([1, 2] if wanted else None) for one in of_whole)
 
 
 def test_a_stream_makes_text_of_an_echoed_prompt_once():

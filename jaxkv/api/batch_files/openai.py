@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.api.batch_files.forms import Asking, Defaults, Form, Job, LineId, Output, Written, hashed
-from jaxkv.api.openai_format import CHAT, COMPLETIONS, Answer, read_body
+from jaxkv.api.openai_answers import Answer
+from jaxkv.api.openai_format import CHAT, COMPLETIONS, read_body
 from jaxkv.api.openai_vectors import EMBEDDINGS, Vectors, read_vectors
 
 KEYS = {"custom_id", "method", "url", "body"}

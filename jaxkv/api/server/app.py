@@ -24,10 +24,10 @@ from starlette.types import Receive, Scope, Send
 
 from jaxkv.api.async_llm import AsyncLLM
 from jaxkv.api.batch_files.sources import MAX_LINE_BYTES, parse
+from jaxkv.api.openai_answers import Answer
 from jaxkv.api.openai_format import (
     CHAT,
     COMPLETIONS,
-    Answer,
     Asked,
     AskedTokens,
     BodyError,
