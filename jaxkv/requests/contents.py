@@ -28,6 +28,9 @@ class Form(Enum):
     BOTH = "a text or a list of parts"
 
 
+REASONING = ("reasoning", "reasoning_content")
+"""Names what an assistant has reasoned: vLLM's, which our answers have, and most templates'."""
+
 FORMATS = {"auto": None, "string": Form.TEXT, "openai": Form.PARTS}
 """vLLM's names of the forms; None: as the template reads."""
 
@@ -121,7 +124,7 @@ def formed(messages: Sequence[Mapping[str, Any]], form: Form) -> list[Mapping[st
 def read_messages(messages: Any) -> list[Mapping[str, Any]]:
     """Returns the messages of a conversation with the arguments of tool calls as objects, as
     templates read them; OpenAI's have them as JSON in a text, which a template would write as JSON
-    once more.
+    once more. What an assistant has reasoned goes by both names that templates have for it.
 
     Raises: RefusedChatError for what is no conversation, naming the message whose role is no text,
     or whose arguments are no JSON.
@@ -137,7 +140,16 @@ def read_messages(messages: Any) -> list[Mapping[str, Any]]:
             raise RefusedChatError(
                 f'message {number}: role: expected a text such as "user", got {role!r:.80}'
             )
-    return [_with_objects(number, message) for number, message in enumerate(messages)]
+    return [
+        _with_reasoning(_with_objects(number, message)) for number, message in enumerate(messages)
+    ]
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = [message[name] for name in REASONING if message.get(name) is not None]
+    if message["role"] != "assistant" or not given:
+        return message
+    return {**message, **dict.fromkeys(REASONING, given[0])}
 
 
 def _with_objects(number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -160,6 +160,16 @@ def test_arguments_of_calls_are_objects_for_templates_whatever_was_given(tokeniz
     assert chats.render(read_messages(calling("")), lambda text: [])["prompt"] == "{}"
 
 
+@pytest.mark.parametrize("given", ["reasoning", "reasoning_content"])
+def test_templates_read_what_was_reasoned_by_either_name(tokenizer, given):
+    messages = [{"role": "assistant", "content": "b", given: "a"}, {"role": "user", "reasoning": 1}]
+    for read in ("reasoning", "reasoning_content"):
+        template = "{% for m in messages %}{{ m.NAME or '-' }}{{ m.content }}{% endfor %}"
+        chats = Chats(tokenizer, None, {"chat_template": template.replace("NAME", read)})
+        assert chats.render(read_messages(messages[:1]), lambda text: [])["prompt"] == "ab"
+    assert read_messages(messages)[1] == messages[1]
+
+
 def test_arguments_of_calls_that_are_no_json_are_refused_by_their_message():
     with pytest.raises(RefusedChatError, match=r"^message 0: expected JSON in the arguments"):
         read_messages(calling("{"))
