@@ -6,6 +6,7 @@ entry point:
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -16,6 +17,8 @@ from inspect_ai.model import (
     ChatCompletionChoice,
     ChatMessage,
     ChatMessageAssistant,
+    Content,
+    ContentReasoning,
     ContentText,
     GenerateConfig,
     Logprobs,
@@ -25,10 +28,11 @@ from inspect_ai.model import (
     StopReason,
     modelapi,
 )
-from inspect_ai.tool import ToolChoice, ToolInfo
+from inspect_ai.tool import ToolCall, ToolChoice, ToolFunction, ToolInfo
 
 from jaxkv.api.openai_answers import Answer
 from jaxkv.api.openai_format import CHAT, read_body
+from jaxkv.api.response_parts import parser_of
 from jaxkv.config import RequestOutputKind
 
 if TYPE_CHECKING:
@@ -51,14 +55,21 @@ OF_INSPECT = {
 }
 """Fields that Inspect reads itself, or that ask for nothing here."""
 
-STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "max_tokens"}
+STOP_REASONS: dict[str, StopReason] = {
+    "stop": "stop",
+    "length": "max_tokens",
+    "tool_calls": "tool_calls",
+}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+"""What Inspect says of tools, in OpenAI's words."""
 
 
 @modelapi(name="jaxkv")
 class JaxKV(ModelAPI):
     """Answers Inspect's samples with an `AsyncLLM`, which batches those that run at once.
 
-    model_name: a directory or a hub id. model_args: what `LLM` takes.
+    model_name: a directory or a hub id. response_template: takes reasoning and tool calls out of
+    answers, as of `jaxkv serve`. model_args: what `LLM` takes.
     Raises: ValueError for base_url and api_key, and what `LLM` raises.
     """
 
@@ -68,6 +79,7 @@ class JaxKV(ModelAPI):
         base_url: str | None = None,
         api_key: str | None = None,
         config: GenerateConfig | None = None,
+        response_template: str | None = None,
         **model_args: Any,
     ) -> None:
         for name, value in (("base_url", base_url), ("api_key", api_key)):
@@ -77,8 +89,11 @@ class JaxKV(ModelAPI):
         from jaxkv.api.async_llm import AsyncLLM
 
         self.llm = AsyncLLM(model_name, **model_args)
-        if self.llm._llm.get_tokenizer() is None:
+        tokenizer = self.llm._llm.get_tokenizer()
+        if tokenizer is None:
             raise ValueError("tokenizer: expected one, got skip_tokenizer_init=True")
+        template = response_template
+        self._parser = None if template is None else parser_of(tokenizer, template)
 
     def close(self) -> None:
         """Ends the engine and gives its memory back."""
@@ -106,13 +121,18 @@ class JaxKV(ModelAPI):
     ) -> ModelOutput:
         """Answers a conversation.
 
-        Raises: ValueError naming what is not supported: tools (calls in answers are not parsed),
-        contents that are no text, and fields of the config that would be ignored.
+        Raises: ValueError naming what is not supported: tools that may be called as the model likes
+        without a response template, contents that are no text, and fields of the config that would
+        be ignored.
         """
-        if tools and tool_choice != "none":
-            raise ValueError("tools: expected none: calls in a model's answer are not parsed here")
-        body = _body(config) | {"messages": _messages(input)}
-        asked = read_body(CHAT, body, self.llm.get_default_sampling_params())
+        if tools and tool_choice == "auto" and self._parser is None:
+            raise ValueError(
+                "tools: expected -M response_template=... with them, which says how this model "
+                "writes calls, or a tool_choice that forces one"
+            )
+        body = _body(config) | {"messages": _messages(input)} | _tools(tools, tool_choice, config)
+        defaults = self.llm.get_default_sampling_params()
+        asked = read_body(CHAT, body, defaults, is_parsed=self._parser is not None)
         started = time.perf_counter()
         last: RequestOutput | None = None
         params = replace(asked.params, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -124,7 +144,10 @@ class JaxKV(ModelAPI):
             reason = aborted[0].stop_reason if aborted else None  # a grammar says why
             raise RuntimeError(reason or "the engine has ended")
         tokenizer = await self.llm.get_tokenizer()
-        answer = Answer(asked=asked, model=self.model_name, decode=tokenizer.decode).whole([last])
+        writer = Answer(
+            asked=asked, model=self.model_name, decode=tokenizer.decode, parser=self._parser
+        )
+        answer = writer.whole([last])
         return ModelOutput(
             model=self.model_name,
             choices=[self._choice(choice) for choice in answer["choices"]],
@@ -133,10 +156,17 @@ class JaxKV(ModelAPI):
         )
 
     def _choice(self, choice: dict[str, Any]) -> ChatCompletionChoice:
-        scores = choice["logprobs"]
+        scores, said = choice["logprobs"], choice["message"]
+        content: str | list[Content] = said["content"] or ""
+        if "reasoning" in said:
+            text = [ContentText(text=content)] if content else []
+            content = [ContentReasoning(reasoning=said["reasoning"]), *text]
         return ChatCompletionChoice(
             message=ChatMessageAssistant(
-                content=choice["message"]["content"], model=self.model_name, source="generate"
+                content=content,
+                tool_calls=[_call(call) for call in said.get("tool_calls", ())] or None,
+                model=self.model_name,
+                source="generate",
             ),
             stop_reason=STOP_REASONS[choice["finish_reason"]],
             logprobs=None if scores is None else Logprobs(content=scores["content"]),
@@ -155,16 +185,72 @@ def _body(config: GenerateConfig) -> dict[str, Any]:
     return body | more
 
 
+def _tools(tools: Sequence[ToolInfo], choice: ToolChoice, config: GenerateConfig) -> dict[str, Any]:
+    """Returns OpenAI's form of tools, and which of them have to be called."""
+    if not tools:
+        return {}
+    given = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.parameters.model_dump(exclude_none=True),
+            },
+        }
+        for tool in tools
+    ]
+    if isinstance(choice, ToolFunction):
+        named = {"type": "function", "function": {"name": choice.name}}
+        return {"tools": given, "tool_choice": named}
+    is_one = choice == "any" and config.parallel_tool_calls is False
+    single = {"parallel_tool_calls": False} if is_one else {}
+    return {"tools": given, "tool_choice": CHOICES[choice], **single}
+
+
+def _call(call: dict[str, Any]) -> ToolCall:
+    """Returns a call in Inspect's form, with an error that the model is told where its arguments
+    are no object.
+    """
+    text = call["function"]["arguments"]
+    try:
+        arguments = json.loads(text)
+    except ValueError:  # cut off
+        arguments = None
+    wrong = None if isinstance(arguments, dict) else f"expected an object of arguments, got {text}"
+    return ToolCall(
+        id=call["id"],
+        function=call["function"]["name"],
+        arguments=arguments if wrong is None else {},
+        parse_error=wrong,
+    )
+
+
 def _messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Returns OpenAI's form of a conversation."""
     messages = []
-    for number, message in enumerate(given):
-        if message.role == "tool" or (message.role == "assistant" and message.tool_calls):
-            raise ValueError(f"message {number}: expected no tool calls, nor their results")
+    for message in given:
         content: Any = message.content
+        more: dict[str, Any] = {}
+        if message.role == "tool":
+            content = content if message.error is None else f"Error: {message.error.message}"
+            more = {"tool_call_id": message.tool_call_id, "name": message.function}
+        if message.role == "assistant" and message.tool_calls:
+            more["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function, "arguments": call.arguments},
+                }
+                for call in message.tool_calls
+            ]
         if not isinstance(content, str):
+            reasoned = [part.reasoning for part in content if isinstance(part, ContentReasoning)]
+            if reasoned and message.role == "assistant":
+                more["reasoning"] = "\n".join(reasoned)
+                content = [part for part in content if not isinstance(part, ContentReasoning)]
             content = [_part(part) for part in content]
-        messages.append({"role": message.role, "content": content})
+        messages.append({"role": message.role, "content": content, **more})
     return messages
 
 

@@ -13,11 +13,11 @@ from jaxkv.api.response_parts import (
     Arguments,
     Call,
     Listed,
-    Marked,
     Parser,
     Plain,
     Reader,
     Said,
+    reader_of,
 )
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -160,7 +160,7 @@ class Answer:
             return Plain()
         prompt = output.prompt
         prompt = self.decode(output.prompt_token_ids) if prompt is None else prompt
-        return Marked(self.parser(prompt, self.asked.tools), with_calls=bool(self.asked.tools))
+        return reader_of(self.parser, prompt, self.asked.tools)
 
     def _said(self, index: int, said: Said, form: str) -> dict[str, Any]:
         if not self._is_chat:

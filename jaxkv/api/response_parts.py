@@ -229,6 +229,16 @@ class Marked(Reader):
         self._call = ""
 
 
+def reader_of(parser: Parser, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Reader:
+    """Returns what reads the answer to a prompt; a prompt that cannot be read leaves all of it
+    content.
+    """
+    try:
+        return Marked(parser(prompt, tools), with_calls=bool(tools))
+    except UNREADABLE:
+        return Plain()
+
+
 def parser_of(tokenizer: Any, asked: str) -> Parser:
     """Returns what makes parsers by a response template of transformers: the checkpoint's, one of
     `TEMPLATES` by its name, or that of a file. Raises: ValueError.

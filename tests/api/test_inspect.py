@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
+from tiny import make_checkpoint, tiny_config
+from tokenizers_ import save_tokenizer
 
 inspect_ai = pytest.importorskip("inspect_ai")
 dataset = pytest.importorskip("inspect_ai.dataset")
@@ -127,20 +130,59 @@ def test_what_would_be_ignored_is_refused_by_name(model, config, message):
         answer(model, "The end", **config)
 
 
-def test_images_and_tools_are_refused_by_name(model):
+def test_images_and_tools_that_nobody_could_call_are_refused_by_name(model):
     image = models.ChatMessageUser(content=[models.ContentImage(image="data:image/png;base64,")])
     with pytest.raises(ValueError, match=r"message 0: content part 0: expected .*got type 'image'"):
         asyncio.run(model.api.generate([image], [], "none", CONFIG))
-    called = models.ChatMessageTool(content="3", tool_call_id="a", function="add")
-    with pytest.raises(ValueError, match="message 1: expected no tool calls"):
-        asyncio.run(
-            model.api.generate([models.ChatMessageUser(content="a"), called], [], "none", CONFIG)
+    with pytest.raises(ValueError, match=r"^tools: expected -M response_template="):
+        asyncio.run(model.api.generate([ASKED], [ADD], "auto", CONFIG))
+
+
+ASKED = models.ChatMessageUser(content="Add.")
+ADD = tools.ToolInfo(
+    name="add",
+    description="Adds.",
+    parameters=tools.ToolParams(
+        properties={"x": tools.ToolParam(type="integer", enum=[1, 2])}, required=["x"]
+    ),
+)
+TEMPLATE = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }}{{ tool.function.parameters | tojson }}"
+    "{% endfor %}{% for m in messages %}<|{{ m.role }}|>{{ m.reasoning_content }}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}={{ call.function.arguments.x }}{% endfor %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_tools_are_called_and_their_results_are_told(tmp_path):
+    directory = make_checkpoint(tmp_path / "model", tiny_config("llama", vocab_size=420))
+    save_tokenizer(directory, chat_template=TEMPLATE)
+    given = {**SMALL, "max_model_len": 256, "response_template": "qwen3"}
+    model = models.get_model(f"jaxkv/{directory}", memoize=False, **given)
+    with closing(model.api):
+        text = '<think>Hm.</think>So<tool_call>{"name": "add", "arguments": {"x": 7}}</tool_call>'
+        config = models.GenerateConfig(
+            temperature=0.0,
+            max_tokens=100,
+            extra_body={"structured_outputs": {"choice": [text]}},
         )
-    tool = tools.ToolInfo(name="add", description="Adds.")
-    with pytest.raises(ValueError, match="tools: expected none"):
-        asyncio.run(
-            model.api.generate([models.ChatMessageUser(content="a")], [tool], "auto", CONFIG)
-        )
+        output = asyncio.run(model.api.generate([ASKED], [ADD], "auto", config))
+        message = output.message
+        assert (output.stop_reason, message.text) == ("tool_calls", "So")
+        assert [part.type for part in message.content] == ["reasoning", "text"]
+        (call,) = message.tool_calls
+        assert (call.function, call.arguments, call.parse_error) == ("add", {"x": 7}, None)
+        told = models.ChatMessageTool(content="8", tool_call_id=call.id, function="add")
+        output = asyncio.run(model.api.generate([ASKED, message, told], [ADD], "none", CONFIG))
+        prompt = "<|user|>Add.<|end|><|assistant|>Hm.So=7<|end|><|tool|>8<|end|><|assistant|>"
+        tokens = asyncio.run(model.api.tokenize(prompt))
+        usage = output.usage
+        assert usage.input_tokens + usage.input_tokens_cache_read == len(tokens)
+        drawn = models.GenerateConfig(temperature=1.0, seed=1, max_tokens=90)
+        for choice in ("any", tools.ToolFunction(name="add")):
+            output = asyncio.run(model.api.generate([ASKED], [ADD], choice, drawn))
+            assert {call.function for call in output.message.tool_calls} == {"add"}
+            assert all(call.arguments["x"] in (1, 2) for call in output.message.tool_calls)
 
 
 def test_tokens_are_counted_by_the_model_s_tokenizer(llm, model):

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 from transformers import AutoTokenizer
 
-from jaxkv.api.response_parts import TEMPLATES, Call, Forced, Listed, Marked, parser_of
+from jaxkv.api.response_parts import TEMPLATES, Call, Forced, Listed, Marked, parser_of, reader_of
 from tokenizers_ import save_tokenizer
 
 TOOLS = [
@@ -133,6 +133,8 @@ def test_what_cannot_be_read_is_content(tokenizer):
             assert content.endswith("two")
             assert content.startswith("One")
             assert len(calls) <= 1
+    prompt = "<|im_start|>assistant\n<tool_call>{</tool_call>"
+    assert read(reader_of(parser, prompt, TOOLS), "a</think>b", 1) == ("", "a</think>b", [])
     # Nobody may call: what looks like a call is content.
     _, content, calls = read(Marked(parser(""), with_calls=False), f"One{in_json(*CALLS[1])}", 3)
     assert (json.loads(content.removeprefix("One"))["name"], calls) == ("go-to", [])
