@@ -243,7 +243,14 @@ def parser_of(tokenizer: Any, asked: str) -> Parser:
     """Returns what makes parsers by a response template of transformers: the checkpoint's, one of
     `TEMPLATES` by its name, or that of a file. Raises: ValueError.
     """
-    template = _template(tokenizer, asked)
+    template = read_template(asked)
+    if template is None:
+        template = getattr(tokenizer, "response_template", None)
+        if template is None:
+            raise ValueError(
+                "response_template: the checkpoint's tokenizer_config.json has none; expected "
+                f"{_names()} or a file"
+            )
     make = getattr(tokenizer, "get_response_parser", None)
     if make is None:
         raise ValueError("response_template: expected transformers >= 5.13, which reads them")
@@ -262,15 +269,12 @@ def parser_of(tokenizer: Any, asked: str) -> Parser:
     return parser
 
 
-def _template(tokenizer: Any, asked: str) -> Any:
+def read_template(asked: str) -> Any:
+    """Returns one of `TEMPLATES`, or that of a file; None for the checkpoint's. Raises: ValueError
+    where there is no such file, or it is no JSON.
+    """
     if asked == OF_CHECKPOINT:
-        template = getattr(tokenizer, "response_template", None)
-        if template is None:
-            raise ValueError(
-                "response_template: the checkpoint's tokenizer_config.json has none; expected "
-                f"{_names()} or a file"
-            )
-        return template
+        return None
     file = TEMPLATES / f"{asked}.json"
     if "/" in asked or not file.is_file():
         file = Path(asked)

@@ -1284,6 +1284,8 @@ def test_the_command_says_what_is_wrong_before_it_loads_anything(capsys):
         assert f"127.0.0.1, port {port}: Address already in use" in capsys.readouterr().err
     assert cli.main(["serve", "--host", "nowhere.invalid"]) == 2
     assert "host: expected an address of this machine, got" in capsys.readouterr().err
+    assert cli.main(["serve", "--response-template", "other"]) == 2
+    assert "response_template: expected checkpoint, deepseek_r1, gpt" in capsys.readouterr().err
     assert cli.main(["serve", "--port", "-1"]) == 2
     assert "port: expected a number from 0 to 65535, got -1" in capsys.readouterr().err
     assert cli.main(["serve", "--api-key", " "]) == 2

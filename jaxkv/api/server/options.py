@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jaxkv.api.response_parts import read_template
 from jaxkv.build.options import IS_SIZE, IS_TEXT, IS_TEXT_OR_NONE, Check, option
 from jaxkv.config import is_int
 
@@ -145,6 +146,8 @@ class ServeOptions:
         for one in fields(self):
             if (check := one.metadata["about"].check) is not None:
                 check(one.name, getattr(self, one.name))
+        if self.response_template is not None:
+            read_template(self.response_template)
         if self.lora_dir is not None and not self.keys:
             raise ValueError(
                 f"lora_dir: expected api_key or {KEY_VARIABLE} with it: who asks may change what "
