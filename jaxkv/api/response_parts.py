@@ -185,7 +185,7 @@ class Marked(Reader):
             self._add(said, self._parser.feed(text))
             if end is not None:
                 self._add(said, self._parser.finalize()[1], is_cut=end != "stop")
-        except UNREADABLE:  # no JSON, or cut off
+        except UNREADABLE:  # no JSON; what the parser was about to say is lost with it
             said.content += self._call + self._unread
             self._parser = None
         return said
@@ -196,9 +196,13 @@ class Marked(Reader):
         for event in events:
             kind, name = event["type"], event["field"]
             if name == CALLS and self._with_calls:
-                if kind == "region_close" and is_cut:
-                    raise ValueError("a call that was cut off")
-                self._add_call(said, event)
+                if kind == "region_chunk":
+                    self._call += event["text"]
+                if kind == "region_close":
+                    calls = [] if is_cut else self._calls(event["value"])
+                    said.calls += calls
+                    said.content += "" if calls else self._call
+                    self._call = ""
             elif kind == "region_chunk":
                 where = "reasoning" if name in REASONING else CONTENT
                 # None before there is anything but blank space, which is shown before more only.
@@ -211,22 +215,19 @@ class Marked(Reader):
         if events:
             self._unread = ""
 
-    def _add_call(self, said: Said, event: Mapping[str, Any]) -> None:
-        if event["type"] == "region_chunk":
-            self._call += event["text"]
-        if event["type"] != "region_close":
-            return
-        value = event["value"]
-        for call in value if isinstance(value, list) else [value]:
-            function = call.get("function") if isinstance(call, dict) else None
+    def _calls(self, value: Any) -> list[Call]:
+        """Returns the calls of a region, none where one of them is without a name."""
+        calls: list[Call] = []
+        for one in value if isinstance(value, list) else [value]:
+            function = one.get("function") if isinstance(one, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise ValueError("a call without a name")
+                return []
             arguments = function.get("arguments", function.get("parameters", {}))
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
-            said.calls.append(Call(self._number, function["name"], arguments))
-            self._number += 1
-        self._call = ""
+            calls.append(Call(self._number + len(calls), function["name"], arguments))
+        self._number += len(calls)
+        return calls
 
 
 def reader_of(parser: Parser, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Reader:

@@ -129,10 +129,10 @@ def test_what_cannot_be_read_is_content(tokenizer):
         for width in (len(text), 1):
             reader = Marked(parser("", TOOLS), with_calls=True)
             _, content, calls = read(reader, text, width)
-            assert body in content
-            assert content.endswith("two")
+            assert [content.count(one) for one in ("One", body, "two")] == [1, 1, 1]
             assert content.startswith("One")
-            assert len(calls) <= 1
+            assert content.endswith("two")
+            assert (calls == CALLS[1:]) is ("go-to" not in content)
     prompt = "<|im_start|>assistant\n<tool_call>{</tool_call>"
     assert read(reader_of(parser, prompt, TOOLS), "a</think>b", 1) == ("", "a</think>b", [])
     # Nobody may call: what looks like a call is content.
