@@ -974,6 +974,7 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("zaya", "cca_time0", 1, "a whole number from 2"),
         ("zaya", "cca_time1", 1, "a whole number from 2"),
         ("zamba2", "tie_word_embeddings", False, r"True \(not built\)"),
+        ("zamba2", "hybrid_layer_ids", [4, 2, 1], r"\[1, 2, 4\] \(not built\)"),
         ("zamba2", "num_attention_heads", 7, "a divisor of 2 \\* hidden_size=96"),
         ("axk2", "topk_group", None, "a number, as n_group is one"),
         ("axk2", "n_group", None, "a number, as topk_group is one"),

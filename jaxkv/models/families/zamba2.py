@@ -37,6 +37,11 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     hidden, has_biases = config.size("hidden_size"), config.flag("add_bias_linear", False)
     if config.flag("use_long_context", False):
         config = config.replaced(max_position_embeddings=LONG)
+    kinds = config.get("layers_block_type")
+    if isinstance(kinds, list):  # anything else is refused where the kinds are read
+        # Each layer adds to a shared block what stands at its place in this list.
+        in_order = [layer for layer, kind in enumerate(kinds) if kind == HYBRID]
+        config.refuse("hybrid_layer_ids", in_order)
     mixer = read_mamba2(
         config.renamed(**RENAMED),
         inner=config.size("mamba_expand", 2) * hidden,
