@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from parity import (
     assert_generates_equal,
     assert_logits_equal,
     logits_of,
+    prompts,
     tiny_llm,
     torch,
 )
@@ -186,6 +188,28 @@ def test_a_sequence_that_gets_longer_is_rotated_otherwise(torch, tmp_path, varia
     rng = np.random.default_rng(5)
     sequences = [rng.integers(0, 151, length).tolist() for length in (20, 90)]
     for ids, got in zip(sequences, logits_of(llm, sequences), strict=True):
+        want = model(torch.tensor([ids])).logits[0].numpy()
+        np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * want.std())
+
+
+def test_long_sequences_of_phi_3_5_moe_have_its_long_factors(torch, tmp_path):
+    """As in the model's own code: transformers 5.24 does not tell its factors how long they are."""
+    model = make_hf_model(torch, hf_config("phimoe-longrope"), tmp_path)
+    llm = tiny_llm(tmp_path, max_num_batched_tokens=128)
+    rng, rotation = np.random.default_rng(5), model.model.rotary_emb
+    sequences, told = [rng.integers(0, 151, n).tolist() for n in (20, 90)], rotation.rope_init_fn
+    for ids, got in zip(sequences, logits_of(llm, sequences), strict=True):
+        rotation.rope_init_fn = partial(told, seq_len=len(ids))
+        want = model(torch.tensor([ids])).logits[0].numpy()
+        np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * want.std())
+
+
+def test_rwkv_is_what_transformers_computes_in_training(torch, tmp_path):
+    """Where it halves nothing. Of a stream that is halved the epsilon of norms is a larger part,
+    which is 4e-4 of the logits' deviation here and more with more layers.
+    """
+    model = make_hf_model(torch, hf_config("rwkv-halved"), tmp_path).train()
+    for ids, got in zip(prompts(), logits_of(tiny_llm(tmp_path), prompts()), strict=True):
         want = model(torch.tensor([ids])).logits[0].numpy()
         np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * want.std())
 
