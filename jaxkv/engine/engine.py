@@ -267,6 +267,8 @@ class Engine:
     def _sleep(self, keeps_weights: bool) -> None:
         self._flight = None
         self._keep_all()
+        if self._moves is not None:
+            self._moves.settle()  # what was copied out is on the device until then
         if self._speculator is not None:
             self._speculator.start_again()
         self.scheduler.start_over()

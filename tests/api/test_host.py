@@ -89,6 +89,15 @@ def test_what_is_on_its_way_to_host_memory_is_forgotten_too(make):
         assert (key in engine.scheduler.tiers.host) == (not is_forgotten)
 
 
+def test_sleep_leaves_no_copies_of_pages_on_the_device(make):
+    engine = engine_of(llm := make(kv_host_bytes=SOME))
+    engine._moves.out(engine.kv, [(0, b"kept")], is_leaving=True)
+    assert any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(engine._moves._coming))
+    llm.sleep()
+    assert not engine._moves._coming
+    assert b"kept" in engine.scheduler.tiers.host
+
+
 @pytest.mark.parametrize("num_pages", [0.5, 2, 40])
 def test_only_so_many_pages_are_in_flight_either_way(make, monkeypatch, num_pages):
     """Those of so many bytes, but one at least, and no more than that are moved at once."""
