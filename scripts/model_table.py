@@ -278,6 +278,12 @@ def write(rows: dict[str, list[str]]) -> None:
         "part, which transformers 5.24 leaves out in these. The text part's own class multiplies "
         "by it, as vLLM does, and so does jaxkv.",
         "",
+        "rwkv-halved: transformers halves the stream every `rescale_every` layers unless it "
+        "trains, behind which the epsilon of a norm counts 4 times as much; jaxkv computes what it "
+        "computes in training. phimoe past its original length: transformers 5.24 goes on with the "
+        "short factors, as it does not tell its rotation how long a sequence is; jaxkv takes the "
+        "long ones.",
+        "",
         "## Not read",
         "",
         "Decoders of transformers 5.24 that no family reads, by what is not built:",
