@@ -165,7 +165,8 @@ class Marked(Reader):
     """Takes an answer apart by marks in it, with a parser of transformers.
 
     with_calls: tools may be called; else what looks like a call is content, as is a call that
-    cannot be read, and what follows it. Blank space around reasoning and content is left out.
+    cannot be read, and what follows it, and an answer without any marks where all that counts is
+    marked. Blank space around reasoning and content is left out.
     """
 
     def __init__(self, parser: Any, *, with_calls: bool) -> None:
@@ -173,6 +174,7 @@ class Marked(Reader):
         self._with_calls = with_calls
         self._number = 0
         self._call = self._unread = ""
+        self._has_taken = False
         self._blank: dict[str, str] = {}
 
     def feed(self, text: str, end: str | None = None) -> Said:
@@ -188,6 +190,8 @@ class Marked(Reader):
         except UNREADABLE:  # no JSON; what the parser was about to say is lost with it
             said.content += self._call + self._unread
             self._parser = None
+        if end is not None and not self._has_taken:
+            said.content = self._unread
         return said
 
     def _add(
@@ -212,7 +216,15 @@ class Marked(Reader):
                     setattr(said, where, getattr(said, where) + shown)
                 if blank is not None or shown:
                     self._blank[where] = text[len(shown) :]
-        if events:
+        self._forget(events)
+
+    def _forget(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Leaves of what is unread what these events did not take: the beginning of a mark."""
+        for event in events:
+            self._has_taken = True
+            if "text" in event:
+                self._unread = self._unread.partition(event["text"])[2]
+        if events and "text" not in events[-1]:
             self._unread = ""
 
     def _calls(self, value: Any) -> list[Call]:
