@@ -211,7 +211,7 @@ def key_of(error: ValueError, keys: Collection[str]) -> str | None:
     if name == "max_tokens" and name not in keys:
         name = "max_completion_tokens"
     if name == "structured_outputs" and name not in keys:
-        name = "response_format"
+        name = "response_format" if "response_format" in keys else "tools"
     return name if name in keys else None
 
 

@@ -919,6 +919,16 @@ def test_vectors_take_places_until_they_are_made_or_their_client_goes(pooling):
         ),
         ("chat/completions", {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
         ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice", "expected tools"),
+        (
+            "chat/completions",
+            {
+                "tool_choice": "required",
+                "tools": [{"function": {"name": "a", "parameters": {"type": "wrong"}}}],
+            },
+            400,
+            "tools",
+            "structured_outputs: ",
+        ),
         ("chat/completions", {"tool_choice": "any"}, 400, "tool_choice", '"required" or'),
         ("chat/completions", {"tools": [*TOOLS, 1]}, 400, "tools", "expected objects, got 1"),
         ("chat/completions", {"chat_template": "x"}, 400, "chat_template", "not supported"),
