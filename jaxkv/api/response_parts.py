@@ -96,7 +96,10 @@ def _call(
     """
     own = dict(parameters)
     for key in ("$defs", "definitions"):
-        for one, schema in (own.pop(key, None) or {}).items():
+        named = own.pop(key, None) or {}
+        if not isinstance(named, dict):
+            raise ValueError(f"tools: {key}: expected an object, got {json.dumps(named):.80}")
+        for one, schema in named.items():
             if shared.setdefault(key, {}).setdefault(one, schema) != schema:
                 raise ValueError(f"tools: expected one schema named {one!r:.80} in {key}, got two")
     return {

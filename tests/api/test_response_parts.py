@@ -176,6 +176,11 @@ def test_forced_calls_have_a_schema_and_are_read_as_they_come():
         (Forced(), [{"function": {"name": "a", "parameters": 1}}], "tools: expected .*, got {"),
         (
             Forced(),
+            [{"function": {"name": "a", "parameters": {"$defs": [1]}}}],
+            "tools: .defs: expected an object, got .1",
+        ),
+        (
+            Forced(),
             [
                 {"function": {"name": name, "parameters": {"$defs": {"p": {"type": kind}}}}}
                 for name, kind in (("a", "string"), ("b", "object"))
