@@ -28,6 +28,10 @@ class StructuredOutputsParams:
     disable_additional_properties: objects of a schema that does not speak of other properties have
     none; by default they may have any, as JSON Schema says. disable_fallback changes nothing, as
     there is one implementation, and structural_tag has one possible value.
+    reasoning: the texts that begin and end what a model reasons, as ("<think>", "</think>"), each a
+    token of its own, the second one maybe several. Reasoning that the prompt or the text has begun
+    is as the model likes, and the text behind it what was asked for; a text that begins otherwise
+    is that from its start. ("", end): a text always begins with reasoning.
     Raises: ValueError naming the field for anything else. Whether a schema or grammar is valid is
     found when a request is accepted.
     """
@@ -42,6 +46,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     structural_tag: str | None = None
+    reasoning: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -71,6 +76,8 @@ class StructuredOutputsParams:
             if not is_list or not all(isinstance(one, str) and one for one in self.choice):
                 raise _wrong("choice", "a list of texts, at least one and none empty", self.choice)
             _check_text("choice", "".join(self.choice))
+        if self.reasoning is not None:
+            self.reasoning = _marks(self.reasoning)
 
 
 def read_structured(given: dict[str, Any]) -> StructuredOutputsParams:
@@ -93,6 +100,27 @@ def _check_text(name: str, value: Any) -> None:
         raise _wrong(name, f"at most {MAX_CHARS} characters", len(value))
     if any("\ud800" <= c <= "\udfff" for c in value):
         raise _wrong(name, "valid Unicode", value)
+
+
+def _marks(given: Any) -> tuple[str, str]:
+    is_pair = isinstance(given, list | tuple) and len(given) == 2
+    if not is_pair or not all(isinstance(one, str) for one in given) or not given[1]:
+        raise _wrong("reasoning", 'two texts, as ["<think>", "</think>"]', given)
+    _check_text("reasoning", "".join(given))
+    return given[0], given[1]
+
+
+def is_reasoning(prompt: str, marks: tuple[str, str]) -> bool | None:
+    """Tells whether the answer to a prompt goes on with reasoning between two marks; None where its
+    own beginning says so.
+    """
+    opens, closes = marks
+    end = prompt.rfind(closes)
+    if opens and prompt.rfind(opens) > end:
+        return True
+    if end >= 0 and not prompt[end + len(closes) :].strip():
+        return False  # as templates write it for an answer without reasoning
+    return None if opens else True
 
 
 def _schema(given: Any, *, closes: bool) -> str:

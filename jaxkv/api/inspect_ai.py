@@ -132,7 +132,7 @@ class JaxKV(ModelAPI):
             )
         body = _body(config) | {"messages": _messages(input)} | _tools(tools, tool_choice, config)
         defaults = self.llm.get_default_sampling_params()
-        asked = read_body(CHAT, body, defaults, is_parsed=self._parser is not None)
+        asked = read_body(CHAT, body, defaults, parser=self._parser)
         started = time.perf_counter()
         last: RequestOutput | None = None
         params = replace(asked.params, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -11,6 +11,7 @@ from typing import Any
 from jaxkv.api.openai_format import CHAT, Asked
 from jaxkv.api.response_parts import (
     Arguments,
+    Behind,
     Call,
     Listed,
     Parser,
@@ -20,6 +21,7 @@ from jaxkv.api.response_parts import (
     reader_of,
 )
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxkv.structured import is_reasoning
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have, as at OpenAI."""
@@ -153,14 +155,19 @@ class Answer:
 
     def _reader(self, output: RequestOutput) -> Reader:
         """Returns what takes the text of a choice apart."""
-        forced = self.asked.forced
+        forced, form = self.asked.forced, self.asked.params.structured_outputs
+        reader: Reader = Plain()
         if forced is not None:
-            return Listed() if forced.name is None else Arguments(forced.name)
-        if not self._is_chat or self.parser is None:
-            return Plain()
+            reader = Listed() if forced.name is None else Arguments(forced.name)
+        marks = None if form is None else form.reasoning
+        if not self._is_chat or self.parser is None or (forced is not None and marks is None):
+            return reader
         prompt = output.prompt
         prompt = self.decode(output.prompt_token_ids) if prompt is None else prompt
-        return reader_of(self.parser, prompt, self.asked.tools)
+        as_it_likes = reader_of(self.parser, prompt, self.asked.tools if forced is None else ())
+        if marks is None:
+            return as_it_likes
+        return Behind(marks, is_reasoning(prompt, marks), as_it_likes, reader)
 
     def _said(self, index: int, said: Said, form: str) -> dict[str, Any]:
         if not self._is_chat:

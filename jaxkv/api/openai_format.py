@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxkv.api.response_parts import Forced
+from jaxkv.api.response_parts import Forced, Parser
 from jaxkv.config import SamplingParams, is_int, nearest_parameter
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from jaxkv.requests.reading import MAX_CONTEXT
@@ -185,17 +185,17 @@ _JSON_NAMES = {
 
 
 def read_body(
-    url: str, body: Mapping[str, Any], defaults: SamplingParams, *, is_parsed: bool = False
+    url: str, body: Mapping[str, Any], defaults: SamplingParams, *, parser: Parser | None = None
 ) -> Asked:
     """Reads the body of a request to CHAT or COMPLETIONS. defaults: of what it does not say.
-    is_parsed: an `Answer` to a chat will have a parser, which looks for special tokens.
+    parser: that of the `Answer` to a chat, which looks for special tokens.
 
     Raises: BodyError.
     """
     keys = Keys(body)
     try:
         if url == CHAT:
-            return _read_chat(keys, defaults, is_parsed=is_parsed)
+            return _read_chat(keys, defaults, parser)
         return _read_completion(keys, defaults)
     except BodyError:
         raise
@@ -244,7 +244,7 @@ def _read_completion(keys: Keys, defaults: SamplingParams) -> Asked:
     )
 
 
-def _read_chat(keys: Keys, defaults: SamplingParams, *, is_parsed: bool) -> Asked:
+def _read_chat(keys: Keys, defaults: SamplingParams, parser: Parser | None) -> Asked:
     messages = read_messages(keys.take("messages", list))
     wanted, top = keys.take("logprobs", bool, False), keys.take_count("top_logprobs")
     keys.take_only("add_special_tokens", False)  # the template writes them
@@ -268,8 +268,12 @@ def _read_chat(keys: Keys, defaults: SamplingParams, *, is_parsed: bool) -> Aske
         changes["structured_outputs"] = StructuredOutputsParams(
             json=schema, whitespace_pattern=" ?"
         )
-    elif is_parsed:
-        changes["skip_special_tokens"] = False
+    if parser is not None:
+        form = changes.get("structured_outputs")
+        if form is not None:
+            form.reasoning = form.reasoning or parser.marks
+        if forced is None or parser.marks is not None:
+            changes["skip_special_tokens"] = False
     return _asked(
         keys,
         url=CHAT,
@@ -278,7 +282,7 @@ def _read_chat(keys: Keys, defaults: SamplingParams, *, is_parsed: bool) -> Aske
         top=top,
         tools=template.get("tools", ()),
         forced=forced,
-        with_reasoning=not is_parsed or keys.take("include_reasoning", bool, True),
+        with_reasoning=parser is None or keys.take("include_reasoning", bool, True),
     )
 
 

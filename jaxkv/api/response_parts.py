@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxkv.requests.grammar import marks_of
+
 TEMPLATES = Path(__file__).parent / "response_templates"
 """Has templates for models whose checkpoints have none."""
 
@@ -23,8 +25,20 @@ CONTENT, CALLS = "content", "tool_calls"
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """Lists what a parser raises where a call is not what its template says."""
 
-Parser = Callable[[str, Sequence[Mapping[str, Any]]], Any]
-"""Gives transformers' parser of an answer to a prompt, beside tools."""
+
+@dataclass(frozen=True, slots=True)
+class Parser:
+    """Makes transformers' parser of an answer to a prompt, beside tools, when it is called.
+
+    marks: the texts around reasoning that a grammar has to wait for, None where the tokenizer has
+    no tokens for them. The first is empty where every answer begins with reasoning.
+    """
+
+    make: Callable[[str, Sequence[Mapping[str, Any]]], Any]
+    marks: tuple[str, str] | None
+
+    def __call__(self, prompt: str, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
+        return self.make(prompt, tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +259,42 @@ class Marked(Reader):
         return calls
 
 
+class Behind(Reader):
+    """Takes an answer apart that has a form of its own behind what the model reasons.
+
+    marks: the texts around reasoning. is_open: whether the answer goes on with it, None where its
+    beginning says so. reasoning: reads the text up to the second mark, form: what is behind.
+    """
+
+    def __init__(
+        self, marks: tuple[str, str], is_open: bool | None, reasoning: Reader, form: Reader
+    ) -> None:
+        self._opens, self._closes = marks
+        self._is_open = is_open
+        self._reasoning, self._form = reasoning, form
+        self._held = ""
+        """Has what may be the beginning of a mark: of the first all of the text."""
+
+    def feed(self, text: str, end: str | None = None) -> Said:
+        if self._is_open is None:
+            text = self._held + text
+            if end is None and self._opens.startswith(text):
+                self._held = text
+                return Said()
+            self._is_open, self._held = text.startswith(self._opens), ""
+        if not self._is_open:
+            return self._form.feed(text, end)
+        seen = self._held + text
+        at = seen.find(self._closes)
+        if at < 0:
+            self._held = seen[max(0, len(seen) - len(self._closes) + 1) :]
+            return self._reasoning.feed(text, end)
+        at += len(self._closes) - len(self._held)
+        self._is_open = False
+        said, rest = self._reasoning.feed(text[:at], "stop"), self._form.feed(text[at:], end)
+        return Said(said.reasoning, said.content + rest.content, said.calls + rest.calls)
+
+
 def reader_of(parser: Parser, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Reader:
     """Returns what reads the answer to a prompt; a prompt that cannot be read leaves all of it
     content.
@@ -275,14 +325,31 @@ def parser_of(tokenizer: Any, asked: str) -> Parser:
         known = ", ".join((*REASONING, CONTENT, CALLS))
         raise ValueError(f"response_template: expected fields of {known}, got {other[0]!r:.80}")
 
-    def parser(prompt: str, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
+    def parser(prompt: str, tools: Sequence[Mapping[str, Any]]) -> Any:
         return make(template, prefix=prompt, tools=list(tools))
 
     try:
-        parser("")
+        parser("", ())
     except ValueError as error:
         raise ValueError(f"response_template: {asked}: {error}") from error
-    return parser
+    return Parser(parser, _marks(tokenizer, template["fields"]))
+
+
+def _marks(tokenizer: Any, fields: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns the texts around reasoning by the fields of a template, where a tokenizer has tokens
+    for them: those of its own field, or where content is marked, what is before its mark.
+    """
+    reasoning: Mapping[str, Any] = next((fields[one] for one in REASONING if one in fields), {})
+    opens, closes = reasoning.get("open"), reasoning.get("close")
+    if "open" in fields.get(CONTENT, {}):
+        opens, closes = "", fields[CONTENT]["open"]
+    opens, closes = (one[0] if isinstance(one, list) and one else one for one in (opens, closes))
+    if not reasoning or not isinstance(opens, str) or not isinstance(closes, str):
+        return None
+    try:
+        return marks_of(tokenizer, (opens, closes)).texts
+    except ValueError:
+        return None  # such a model reasons in another way, if at all
 
 
 def read_template(asked: str) -> Any:

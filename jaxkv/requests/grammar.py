@@ -7,13 +7,40 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Collection
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from jaxkv.requests.trial import TRIALS
-from jaxkv.structured import StructuredOutputsParams
+from jaxkv.structured import StructuredOutputsParams, is_reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Holds the texts around what a model reasons, and their tokens. opens: None where every answer
+    begins with reasoning.
+    """
+
+    texts: tuple[str, str]
+    opens: int | None
+    closes: tuple[int, ...]
+
+
+def marks_of(tokenizer: Any, texts: tuple[str, str]) -> Marks:
+    """Returns the marks of two texts, of which the first may be empty. Raises: ValueError where
+    they do not begin and end with tokens that a tokenizer has beside those of its model: others may
+    be written in several ways.
+    """
+    opens, closes = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    ends = {*opens, *closes[:1], *closes[-1:]}
+    if len(opens) > 1 or not closes or not ends <= set(tokenizer.get_added_vocab().values()):
+        raise ValueError(
+            "structured_outputs: reasoning: expected marks that the tokenizer has tokens for, got "
+            f"{texts!r:.80}"
+        )
+    return Marks(texts, opens[0] if opens else None, tuple(closes))
 
 
 class Grammar:
@@ -32,6 +59,10 @@ class Grammar:
     def copy(self) -> Grammar:
         """Returns one for another request, as far as this one has come."""
         return Grammar(self._matcher.deep_copy(), self._num_words)
+
+    def behind(self, marks: Marks) -> BehindReasoning:
+        """Returns one that holds behind reasoning between these marks."""
+        return BehindReasoning(self._matcher.deep_copy(), self._num_words, marks)
 
     @property
     def error(self) -> str:
@@ -79,6 +110,58 @@ class Grammar:
         self._matcher.consume_token(token)
 
 
+class BehindReasoning(Grammar):
+    """Follows a grammar that holds behind what a model reasons: until then any token may come.
+
+    is_open: whether it reasons now, None where the next token says so.
+    """
+
+    def __init__(
+        self, matcher: Any, num_words: int, marks: Marks, *, is_open: bool | None = None
+    ) -> None:
+        super().__init__(matcher, num_words)
+        self._marks = marks
+        self._is_open = is_open
+        self._last: tuple[int, ...] = ()
+        """Has the tokens that may be the beginning of the second mark."""
+
+    def copy(self) -> BehindReasoning:
+        made = self._begun(self._is_open)
+        made._last = self._last
+        return made
+
+    def answering(self, prompt: str) -> BehindReasoning:
+        """Returns one for the answer to a prompt, which may have begun reasoning, or ended it."""
+        return self._begun(is_reasoning(prompt, self._marks.texts))
+
+    def _begun(self, is_open: bool | None) -> BehindReasoning:
+        matcher = self._matcher.deep_copy()
+        return BehindReasoning(matcher, self._num_words, self._marks, is_open=is_open)
+
+    def _make_mask(self) -> np.ndarray:
+        if self._is_open:
+            return np.full(self._num_words, 2**32 - 1, np.uint32)
+        mask = super()._make_mask()
+        if self._is_open is None and (opens := self._marks.opens) is not None:
+            mask = mask.copy()
+            mask[opens // 32] |= np.uint32(1 << opens % 32)
+        return mask
+
+    def forced(self) -> int | None:
+        return super().forced() if self._is_open is False else None
+
+    def accept(self, token: int) -> None:
+        if self._is_open is None and token == self._marks.opens:
+            self._is_open, self._mask = True, None
+        elif self._is_open:
+            closes = self._marks.closes
+            self._last = (*self._last, token)[-len(closes) :]
+            self._is_open, self._mask = self._last != closes, None
+        else:
+            self._is_open = False
+            super().accept(token)
+
+
 KEPT = 64
 """So many grammars that were asked for last are kept: many requests have the same."""
 
@@ -114,7 +197,8 @@ class Grammars:
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
         """Compiles what was asked for. Raises: ValueError with llguidance's reason for an invalid
-        schema or grammar, and for what it has no room or time for.
+        schema or grammar, and for what it has no room or time for. It holds from the start of a
+        text on: see `Grammar.behind`.
         """
         try:
             source = self._source(asked)

@@ -22,7 +22,7 @@ from jaxkv.programs.process import check_process
 from jaxkv.requests import checks
 from jaxkv.requests.adapters import AdapterFiles
 from jaxkv.requests.beam import BeamSearch, num_candidates
-from jaxkv.requests.grammar import Grammar, Grammars
+from jaxkv.requests.grammar import BehindReasoning, Grammar, Grammars, marks_of
 from jaxkv.requests.outputs import Logprob
 from jaxkv.requests.pooling import PoolingParams
 from jaxkv.requests.prompts import Pair, Prompt
@@ -267,6 +267,9 @@ class Intake(PromptReader):
             raise made
         params, grammar = made
         text, tokens, salt = self.parse(prompt)
+        if isinstance(grammar, BehindReasoning):
+            whole = self.decode(tokens, skip_special_tokens=False) if text is None else text
+            grammar = grammar.answering(whole)
         model, config, size = self._model, self._config, len(tokens)
         stop_ids = checks.stop_ids(params, model.eos_ids, model.spec.vocab_size)
         checks.check_logprobs(params, model, config, size)
@@ -329,7 +332,13 @@ class Intake(PromptReader):
             )
         own = params.clone()
         asked = own.structured_outputs
-        return own, None if asked is None else self.grammars().compile(asked)
+        if asked is None:
+            return own, None
+        grammar = self.grammars().compile(asked)
+        if asked.reasoning is not None:
+            with self._lock:
+                grammar = grammar.behind(marks_of(self._model.tokenizer, asked.reasoning))
+        return own, grammar
 
     def grammars(self) -> Grammars:
         """Returns what compiles grammars for the model's tokenizer. Raises: ValueError if none

@@ -93,15 +93,13 @@ class PromptReader:
         with self._lock:
             return self._encode(text, add_special_tokens=False)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, without special ones. Raises: ValueError without a
-        tokenizer.
-        """
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of tokens. Raises: ValueError without a tokenizer."""
         tokenizer = self._model.tokenizer
         if tokenizer is None:
             raise ValueError("text: expected a tokenizer, got skip_tokenizer_init=True")
         with self._lock:
-            return tokenizer.decode(tokens, skip_special_tokens=True)
+            return tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def render(
         self,

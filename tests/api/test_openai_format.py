@@ -7,6 +7,7 @@ import pytest
 
 from jaxkv.api.openai_answers import Answer
 from jaxkv.api.openai_format import CHAT, COMPLETIONS, MOST, SAME, BodyError, read_body
+from jaxkv.api.response_parts import Parser
 from jaxkv.config import SamplingParams
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxkv.structured import StructuredOutputsParams
@@ -158,13 +159,17 @@ def test_values_that_ask_for_nothing_are_taken(url, own):
 
 def test_a_parser_sees_special_tokens_and_a_forced_call_has_none():
     tools = [{"type": "function", "function": {"name": "look"}}]
-    parsed = [
-        read_body(CHAT, {"messages": MESSAGES, "tools": tools, **body}, DEFAULTS, is_parsed=True)
-        for body in ({}, {"tool_choice": "required"}, {"tool_choice": "none"})
-    ]
-    assert [one.params.skip_special_tokens for one in parsed] == [False, True, False]
-    assert [len(one.tools) for one in parsed] == [1, 1, 0]
-    assert parsed[1].params.structured_outputs is not None
+    for marks in (None, ("<think>", "</think>")):
+        parser = Parser(lambda prompt, tools: None, marks)
+        parsed = [
+            read_body(CHAT, {"messages": MESSAGES, "tools": tools, **body}, DEFAULTS, parser=parser)
+            for body in ({}, {"tool_choice": "required"}, {"tool_choice": "none"})
+        ]
+        # But where it waits for the marks of reasoning.
+        skips = [one.params.skip_special_tokens for one in parsed]
+        assert skips == [False, marks is None, False]
+        assert [len(one.tools) for one in parsed] == [1, 1, 0]
+        assert parsed[1].params.structured_outputs.reasoning == marks
     assert read(CHAT, tools=tools).params.skip_special_tokens
     with pytest.raises(BodyError, match=r"^tool_choice: expected no other form of the answer$"):
         read(CHAT, tools=tools, tool_choice="required", response_format={"type": "json_object"})

@@ -8,7 +8,19 @@ import jsonschema
 import pytest
 from transformers import AutoTokenizer
 
-from jaxkv.api.response_parts import TEMPLATES, Call, Forced, Listed, Marked, parser_of, reader_of
+from jaxkv.api.response_parts import (
+    TEMPLATES,
+    Arguments,
+    Behind,
+    Call,
+    Forced,
+    Listed,
+    Marked,
+    Plain,
+    parser_of,
+    reader_of,
+)
+from jaxkv.structured import is_reasoning
 from tokenizers_ import save_tokenizer
 
 TOOLS = [
@@ -165,6 +177,42 @@ def test_forced_calls_have_a_schema_and_are_read_as_they_come():
         assert calls == CALLS[: len(calls)]
         assert content in text[:end]
     assert Forced("look").schema(TOOLS) == TOOLS[0]["function"]["parameters"]
+
+
+def test_behind_reasoning_is_what_was_asked_for(tokenizer):
+    """Its text may look like marks."""
+    listed = json.dumps([{"name": name, "parameters": x} for name, x in CALLS], ensure_ascii=False)
+    form = '{"x": "<think>a</think><tool_call>"}'
+    marks, final = ("<think>", "</think>"), "<|channel|>final<|message|>"
+    for name, pair, prompt, text, reasons in (
+        ("qwen3", marks, "", "<think>\nHm.</think>", True),
+        ("qwen3", marks, "", "", False),
+        ("qwen3", marks, "<think>\n", "Hm.</think>", True),
+        ("qwen3", marks, "<think></think>\n\n", "", False),
+        ("gpt_oss", ("", final), "", f"<|channel|>analysis<|message|>Hm.<|end|>{final}", True),
+    ):
+        parser = parser_of(tokenizer, name)
+        prompt = PROMPTS.get(name, "<|im_start|>assistant\n") + prompt
+        for reader, told, want in (
+            (Plain, form, (form, [])),
+            (Listed, listed, ("", CALLS)),
+            (lambda: Arguments("look"), form, ("", [("look", json.loads(form))])),
+        ):
+            for width in (len(text + told), 7, 1):
+                first = reader_of(parser, prompt, ())
+                behind = Behind(pair, is_reasoning(prompt, pair), first, reader())
+                assert read(behind, text + told, width) == ("Hm." * reasons, *want)
+            for end in range(len(pair[0]), len(text)):  # cut off while it reasons
+                first = reader_of(parser, prompt, ())
+                behind = Behind(pair, is_reasoning(prompt, pair), first, reader())
+                assert read(behind, text[:end], 2, "length")[2] == []
+
+
+def test_marks_that_a_grammar_waits_for_are_tokens(tokenizer):
+    assert parser_of(tokenizer, "qwen3").marks is None
+    tokenizer.add_tokens(["<think>", "</think>", "<|channel|>", "<|message|>"])
+    assert parser_of(tokenizer, "qwen3").marks == ("<think>", "</think>")
+    assert parser_of(tokenizer, "gpt_oss").marks == ("", "<|channel|>final<|message|>")
 
 
 @pytest.mark.parametrize(

@@ -403,6 +403,39 @@ def test_tools_that_have_to_be_called_are_called(client, llm):
     wait_for(lambda: is_empty(llm))
 
 
+def test_a_form_of_an_answer_begins_behind_what_the_model_reasons(start, llm, tmp_path):
+    """A bias makes the model reason as long as it does, which is nothing."""
+    reasoning = {"open": "<|user|>", "close": "<|end|>"}
+    template = {"start_anchor": "<|assistant|>", "fields": {"reasoning": reasoning, "content": {}}}
+    file = tmp_path / "template.json"
+    file.write_text(json.dumps(template))
+    begin, end = tokens_of(llm, "<|user|><|end|>")
+    form = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}
+    form["additionalProperties"] = False
+    tools = [{"type": "function", "function": {"name": "look", "parameters": form}}]
+    asked = {"messages": CHAT, "max_tokens": 300, "temperature": 0}
+    one = {"tool_choice": "required", "parallel_tool_calls": False}
+    in_form = {"type": "json_schema", "json_schema": {"name": "x", "schema": form}}
+    with start(response_template=str(file)).client() as client:
+        for bias in ({begin: 90, end: 99}, {begin: -99}):
+            biased = {**asked, "logit_bias": {str(key): value for key, value in bias.items()}}
+            ids = {"extra_body": {"return_token_ids": True}}
+            answer = client.chat.completions.create(
+                model="tiny", **biased, **ids, response_format=in_form
+            )
+            tokens = answer.choices[0].model_dump()["token_ids"]
+            assert (tokens[:2] == [begin, end]) is (bias[begin] > 0)
+            for read in (whole, streamed):
+                message, reason = read(client, **biased, response_format=in_form)
+                assert json.loads(message["content"])["x"] in "ab"
+                assert (message["reasoning"], reason) == ("", "stop")
+                message, _ = read(client, **biased, tools=tools, **one)
+                ((name, arguments),) = message["tool_calls"]
+                assert (name, json.loads(arguments)["x"] in "ab") == ("look", True)
+                assert message["content"] == ""
+    wait_for(lambda: is_empty(llm))
+
+
 def test_an_answer_that_was_begun_goes_on(server, llm):
     messages = [*CHAT, {"role": "assistant", "content": "One by"}]
     text = "<s><|user|>The end of<|end|><|assistant|>One by"

@@ -148,6 +148,32 @@ def test_objects_are_closed_where_that_is_asked_for():
     assert json.loads(replace(asked).json) == json.loads(asked.json)
 
 
+def test_what_was_asked_for_begins_behind_reasoning(llm):
+    """A bias makes the model begin and end reasoning, at once or never."""
+    marks = "<|user|>", "<|end|>"
+    begin, end = llm.get_tokenizer().convert_tokens_to_ids(marks)
+    wanted = params(regex="[0-9]{3}", reasoning=list(marks))
+    wanted = replace(wanted, max_tokens=30, skip_special_tokens=False)
+    plain = replace(wanted, structured_outputs=None)
+    for prompt, bias, pattern in (
+        ("The end", {begin: 90.0, end: 99.0}, r"<\|user\|><\|end\|>[0-9]{3}"),
+        ("The end<|user|>One", {end: 99.0}, r"<\|end\|>[0-9]{3}"),
+        ("The end<|user|>One<|end|>", {begin: 99.0}, r"[0-9]{3}"),
+        ("The end", {begin: -99.0}, r"[0-9]{3}"),
+    ):
+        for given in (prompt, {"prompt_token_ids": llm.get_tokenizer().encode(prompt)}):
+            (output,) = llm.generate(given, replace(wanted, logit_bias=bias), use_tqdm=False)
+            assert re.fullmatch(pattern, output.outputs[0].text), (prompt, output.outputs[0].text)
+            assert output.outputs[0].finish_reason == "stop"
+    never = {end: -99.0, llm.get_tokenizer().eos_token_id: -99.0}
+    outputs = [
+        llm.generate("The end<|user|>One", replace(one, logit_bias=never), use_tqdm=False)[0]
+        for one in (wanted, plain)
+    ]
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    assert outputs[0].outputs[0].finish_reason == "length"
+
+
 def test_greedy_takes_the_likeliest_token_that_may_come(llm):
     """Which the model's own log-probabilities tell, token by token."""
     vocabulary = llm.get_tokenizer().get_vocab()
@@ -277,6 +303,9 @@ def test_what_cannot_be_followed_is_refused_at_the_front_door(llm):
         ({}, "expected exactly one of json, regex, .*, got none"),
         ({"regex": "a", "choice": ["a"]}, "got regex, choice"),
         ({"regex": "a", "structural_tag": "x"}, "structural_tag"),
+        ({"regex": "a", "reasoning": ["<think>"]}, "reasoning: expected two texts"),
+        ({"regex": "a", "reasoning": ["<think>", ""]}, "reasoning: expected two texts"),
+        ({"regex": "a", "reasoning": ["<|user|>", "so"]}, "reasoning: expected marks that the"),
     ):
         with pytest.raises(ValueError, match=rf"structured_outputs: .*{message}"):
             llm.generate("x", params(**asked), use_tqdm=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 
+import numpy as np
 import pytest
 
 from jaxkv.requests import grammar, trial
@@ -93,6 +94,51 @@ def test_each_grammar_is_tried_and_compiled_once_and_followed_apart(grammars, mo
     assert (one.mask() != before).any()
     other.accept(letters["c"])
     assert (one.mask() != other.mask()).any()
+
+
+def test_a_grammar_behind_reasoning_holds_from_there_on(grammars, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    opens, closes = tokenizer.convert_tokens_to_ids(["<|user|>", "<|end|>"])
+    a, b, c = (tokenizer.convert_tokens_to_ids(letter) for letter in "abc")
+    plain = grammars.compile(StructuredOutputsParams(regex="ab|cd"))
+    marks = grammar.marks_of(tokenizer, ("<|user|>", "<|end|>"))
+    two = grammar.marks_of(tokenizer, ("", "<|end|>c<|user|>"))
+
+    def allowed(one: grammar.Grammar) -> set[int]:
+        bits = np.unpackbits(one.mask().view(np.uint8), bitorder="little")
+        return set(np.flatnonzero(bits[: len(tokenizer)]).tolist())
+
+    all_of_them, first = set(range(len(tokenizer))), allowed(plain)
+    behind = plain.copy()
+    behind.accept(a)
+    assert {opens, closes}.isdisjoint(first)
+    for marked, prompt, tokens, want in (
+        (marks, "x", [], first | {opens}),
+        (marks, "x<|user|>y<|end|>z", [], first | {opens}),
+        (marks, "x", [a], allowed(behind)),
+        (marks, "x", [opens], all_of_them),
+        (marks, "x", [opens, b, opens, closes], first),
+        (marks, "x", [opens, closes, a], allowed(behind)),
+        (marks, "x<|user|>\n", [b, closes], first),
+        (marks, "x<|user|>y<|end|>\n\n", [], first),
+        (two, "x", [opens, closes, c, closes, c], all_of_them),
+        (two, "x", [opens, closes, c, closes, c, opens], first),
+        (two, "x<|end|>c<|user|>", [], first),
+    ):
+        one = plain.behind(marked).answering(prompt)
+        for token in tokens:
+            assert one.forced() is None
+            one.accept(token)
+        assert allowed(one) == allowed(one.copy()) == want, (prompt, tokens)
+    one.accept(a)
+    assert (one.forced(), one.is_done) == (b, False)
+    one.accept(b)
+    assert one.is_done
+    for texts in (("ab", "<|end|>"), ("<|user|>", "end"), ("<|user|><|user|>", "<|end|>")):
+        with pytest.raises(ValueError, match=r"reasoning: expected marks that the tokenizer has"):
+            grammar.marks_of(tokenizer, texts)
 
 
 def test_only_the_last_grammars_are_kept(grammars, monkeypatch):

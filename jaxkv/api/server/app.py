@@ -203,8 +203,7 @@ class App:
         """
         reader: Callable[[dict[str, Any]], Asked | AskedPooling] = partial(read_pooling, url)
         if url not in POOLING:
-            is_parsed = self._parser is not None
-            reader = partial(read_body, url, defaults=self._defaults, is_parsed=is_parsed)
+            reader = partial(read_body, url, defaults=self._defaults, parser=self._parser)
         asked = await self._read(request, reader)
         self.names.adapter(asked.model)
         if self._llm.pools is not isinstance(asked, AskedPooling):
