@@ -221,6 +221,11 @@ def _add_batch(commands: Any) -> None:
         help="adapters that lines may name as their model, with --enable-lora (docs/lora.md)",
     )
     batch.add_argument(
+        "--response-template",
+        metavar="T",
+        help="takes answers to OpenAI's chats apart, as jaxkv serve does with this flag",
+    )
+    batch.add_argument(
         "--trace",
         metavar="FILE.json",
         help="when each request of this run waited and ran, for chrome://tracing and Perfetto",
@@ -513,10 +518,13 @@ def _ends_on_term() -> Iterator[None]:
 @_ends_on_term()
 def _batch(args: argparse.Namespace) -> int:
     from jaxkv.api.batch_files import open_lines, open_output, run_batch
+    from jaxkv.api.response_parts import read_template
 
     given = _sampling_options(args)
     name = args.served_model_name or _model_name(args)
     adapters = _lora_modules(args, args.lora_modules, [name])
+    if args.response_template is not None:
+        read_template(args.response_template)
     try:
         with (
             open_lines(args.input) as source,
@@ -536,6 +544,7 @@ def _batch(args: argparse.Namespace) -> int:
                 max_errors=args.max_errors,
                 served_model_name=args.served_model_name,
                 lora_requests=adapters,
+                response_template=args.response_template,
                 use_tqdm=not args.quiet,
                 trace=trace,
             )

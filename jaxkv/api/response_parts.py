@@ -30,15 +30,17 @@ UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError
 class Parser:
     """Makes transformers' parser of an answer to a prompt, beside tools, when it is called.
 
-    marks: the texts around reasoning that a grammar has to wait for, None where the tokenizer has
-    no tokens for them. The first is empty where every answer begins with reasoning.
+    make: the tokenizer's, of a template. marks: the texts around reasoning that a grammar has to
+    wait for, None where the tokenizer has no tokens for them. The first is empty where every answer
+    begins with reasoning.
     """
 
-    make: Callable[[str, Sequence[Mapping[str, Any]]], Any]
+    make: Callable[..., Any]
+    template: Mapping[str, Any]
     marks: tuple[str, str] | None
 
     def __call__(self, prompt: str, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
-        return self.make(prompt, tools)
+        return self.make(self.template, prefix=prompt, tools=list(tools))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,14 +327,11 @@ def parser_of(tokenizer: Any, asked: str) -> Parser:
         known = ", ".join((*REASONING, CONTENT, CALLS))
         raise ValueError(f"response_template: expected fields of {known}, got {other[0]!r:.80}")
 
-    def parser(prompt: str, tools: Sequence[Mapping[str, Any]]) -> Any:
-        return make(template, prefix=prompt, tools=list(tools))
-
     try:
-        parser("", ())
+        make(template, prefix="", tools=[])
     except ValueError as error:
         raise ValueError(f"response_template: {asked}: {error}") from error
-    return Parser(parser, _marks(tokenizer, template["fields"]))
+    return Parser(make, template, _marks(tokenizer, template["fields"]))
 
 
 def _marks(tokenizer: Any, fields: Mapping[str, Any]) -> tuple[str, str] | None:

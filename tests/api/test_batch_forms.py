@@ -377,6 +377,20 @@ def test_a_form_is_asked_for_by_a_line_or_the_run_and_without_it_there_is_no_ans
         rows_of(lines, name="many", max_errors=0)
 
 
+def test_answers_to_chats_are_taken_apart_by_a_template(rows_of):
+    """As the server does it; an answer of a completion is its text."""
+    pytest.importorskip("llguidance")
+    asked = {"structured_outputs": {"choice": ["<think>Hm.</think>So."]}, "max_tokens": 90}
+    lines = [line("a", CHAT, messages=[USER], **asked), line("b", COMPLETION, prompt="a", **asked)]
+    rows = rows_of(lines, {}, response_template="qwen3")
+    apart, text = (by_id(rows)[key]["response"]["body"]["choices"][0] for key in "ab")
+    assert (apart["message"]["reasoning"], apart["message"]["content"]) == ("Hm.", "So.")
+    assert text["text"] == "<think>Hm.</think>So."
+    for other in (None, "gpt_oss"):
+        with pytest.raises(ValueError, match=r"response_template"):
+            rows_of(None, {}, response_template=other)
+
+
 def test_any_text_is_a_custom_id_and_the_first_line_with_it_counts(rows_of):
     ids = ["", "0", "\ud800", "\x00\n", "é" * 5000, "batch_req_line_1", "null"]
     lines = [line(one, COMPLETION, prompt="The end", max_tokens=1) for one in ids]

@@ -160,7 +160,7 @@ def test_values_that_ask_for_nothing_are_taken(url, own):
 def test_a_parser_sees_special_tokens_and_a_forced_call_has_none():
     tools = [{"type": "function", "function": {"name": "look"}}]
     for marks in (None, ("<think>", "</think>")):
-        parser = Parser(lambda prompt, tools: None, marks)
+        parser = Parser(lambda *_, **__: None, {}, marks)
         parsed = [
             read_body(CHAT, {"messages": MESSAGES, "tools": tools, **body}, DEFAULTS, parser=parser)
             for body in ({}, {"tool_choice": "required"}, {"tool_choice": "none"})

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+from jaxkv.api.response_parts import Parser
 from jaxkv.config import SamplingParams, is_int, nearest_parameter
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput
@@ -34,7 +35,7 @@ class Defaults:
     context allows. `models`: the names by which OpenAI's lines may call the model. `decode`: makes
     text of tokens, None without a tokenizer. `seed`: the run's, of which each line's is made.
     `pools`: the model makes vectors in place of text. `adapters`: by the names that lines may have
-    in place of the model's.
+    in place of the model's. `parser` takes answers to OpenAI's chats apart.
     """
 
     params: SamplingParams
@@ -44,6 +45,7 @@ class Defaults:
     seed: int
     pools: bool = False
     adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
+    parser: Parser | None = None
 
     def adapter(self, name: str | None) -> LoRARequest | None:
         """Returns the adapter of this name, None for a name of the model or none at all. Raises:

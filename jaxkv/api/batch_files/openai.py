@@ -59,7 +59,7 @@ class OpenAI(Form):
             lora = defaults.adapter(wanted.model)
             vectors = Vectors(wanted.model or defaults.models[0], is_base64=wanted.is_base64)
             return Asking(wanted.inputs[0], wanted.params, vectors, lora)
-        asked = read_body(url, body, defaults.params)
+        asked = read_body(url, body, defaults.params, parser=defaults.parser)
         lora = defaults.adapter(asked.model)
         if asked.stream:
             raise ValueError("stream: expected false in a batch, got true")
@@ -70,7 +70,9 @@ class OpenAI(Form):
             params = replace(params, max_tokens=defaults.params.max_tokens)
         name = f"{'chatcmpl' if url == CHAT else 'cmpl'}-{_hex(self.id_of(line))}"
         model = asked.model or defaults.models[0]
-        answer = Answer(asked=asked, model=model, decode=defaults.decode, id=name)
+        answer = Answer(
+            asked=asked, model=model, decode=defaults.decode, parser=defaults.parser, id=name
+        )
         return Asking(asked.inputs[0], params, answer, lora)
 
     def row(self, job: Job, output: Output, defaults: Defaults) -> dict[str, Any]:

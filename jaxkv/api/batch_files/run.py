@@ -19,6 +19,7 @@ from jaxkv.api.batch_files.journal import Rows, message_of
 from jaxkv.api.batch_files.sources import Lines, is_blank, numbered_lines
 from jaxkv.api.batch_files.unanswered import Line, Unanswered, is_of
 from jaxkv.api.lora_modules import check_name
+from jaxkv.api.response_parts import parser_of
 from jaxkv.config import SamplingParams, is_int
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput
@@ -61,6 +62,7 @@ def run_batch(
     max_errors: int | None = None,
     served_model_name: str | None = None,
     lora_requests: Sequence[LoRARequest] = (),
+    response_template: str | None = None,
     use_tqdm: bool = True,
     trace: ChromeTrace | None = None,
 ) -> BatchCounts:
@@ -75,8 +77,9 @@ def run_batch(
     shard: (i, n) takes the lines whose number (from 1) modulo n is i. max_errors: the run ends with
     a ValueError at one error row more. served_model_name: what "model" is in OpenAI's lines (by
     default the model's name or path as the LLM got it, or the name of its directory).
-    lora_requests: adapters, whose names lines may have as their "model". trace: is told of each
-    request when it has ended, by the id of its line.
+    lora_requests: adapters, whose names lines may have as their "model". response_template: takes
+    answers to OpenAI's chats apart, as `jaxkv serve --response-template` does. trace: is told of
+    each request when it has ended, by the id of its line.
     Memory: about 150 bytes per line for its id, a window of lines that are sorted, and the requests
     that `LLM.as_completed` takes at once.
     Raises: ValueError for arguments out of range, params that ask for logprobs or several samples,
@@ -87,7 +90,7 @@ def run_batch(
     _check_arguments(shard, max_errors)
     if trace is not None and llm.pools:
         raise ValueError("trace: expected a model that generates; vectors have no times")
-    defaults = defaults_of(llm, params, served_model_name, lora_requests)
+    defaults = defaults_of(llm, params, served_model_name, lora_requests, response_template)
     rows.require(facts_of(llm, defaults))
     # The next line of a pipe may take long.
     is_file = source.seekable()
@@ -258,6 +261,7 @@ def defaults_of(
     params: SamplingParams | Mapping[str, Any] | None = None,
     served_model_name: str | None = None,
     lora_requests: Sequence[LoRARequest] = (),
+    response_template: str | None = None,
 ) -> Defaults:
     """Returns what holds for lines that say nothing else; arguments as in `run_batch`. Raises:
     ValueError for parameters that rows have no place for.
@@ -289,6 +293,7 @@ def defaults_of(
         decode=None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=False),
         seed=0 if chosen.seed in (None, -1) else chosen.seed % 2**64,
         pools=llm.pools,
+        parser=None if response_template is None else parser_of(tokenizer, response_template),
     )
 
 
@@ -298,7 +303,9 @@ def facts_of(llm: LLM, defaults: Defaults) -> dict[str, Any]:
     """
     params = asdict(defaults.params) | {"seed": defaults.seed}
     adapters = {name: llm.lora_digest(lora) for name, lora in defaults.adapters.items()}
-    facts = {"engine": llm.identity(), "params": params}
+    facts: dict[str, Any] = {"engine": llm.identity(), "params": params}
+    if defaults.parser is not None:
+        facts["response_template"] = defaults.parser.template
     return facts | ({"adapters": adapters} if adapters else {})
 
 
