@@ -185,7 +185,8 @@ class Results:
         now: float,
     ) -> None:
         """Adds the row's new tokens up to the first that ends the request, and their text."""
-        if len(tokens) != num_coming and (not tokens or tokens[-1] not in request.ends.stop_ids):
+        num_missing = num_coming - len(tokens)
+        if num_missing and (not tokens or tokens[-1] not in request.halt_ids):
             raise RuntimeError(
                 f"request {request.id}: {num_coming} tokens to come, got {len(tokens)}"
             )
@@ -200,6 +201,10 @@ class Results:
                 request.tokens.extend(tokens)
                 if len(request.tokens) >= request.max_len:
                     request.finish_reason = request.ends.at_max_len
+            # A mark of its grammar ended its part of a loop: what the plan counted on did not come.
+            if num_missing and request.finish_reason is None:
+                request.num_tokens = len(request.tokens)
+                request.hold.num_stored -= num_missing
             if request.draw.grammar is not None and request.output.logprobs is None:
                 self._add_forced(request, request.draw.grammar)
             # Text can wait for the end of the chunk unless a stop string may end it in the middle.

@@ -131,7 +131,7 @@ class RowTables:
             table,
             row,
             params,
-            stop_ids=request.ends.stop_ids,
+            stop_ids=request.halt_ids,
             seed=request.draw.seed,
             sample=request.draw.sample,
         )

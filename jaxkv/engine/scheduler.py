@@ -327,11 +327,11 @@ class Scheduler:
         left = [request.max_len - request.num_tokens for request in ready]
         # With others waiting, stop as soon as the first row is done: its place goes to one of them.
         num_steps = min(self.loop_steps, min(left) if self.waiting else max(left))
-        if waits := sum(request.needs_host for request in ready):
+        if waits := sum(request.rests for request in ready):
             # Each gets one token of a loop and then rests: as long as there are rows that go on for
             # it, but no longer.
             num_steps = max(1, min(num_steps, (len(ready) - waits) // waits))
-            left = [1 if r.needs_host else num for r, num in zip(ready, left, strict=True)]
+            left = [1 if r.rests else num for r, num in zip(ready, left, strict=True)]
         pairs = zip(ready, left, strict=True)
         wanted = [(request, num if num < num_steps else num_steps) for request, num in pairs]
         if self.bounded:

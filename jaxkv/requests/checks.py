@@ -11,17 +11,22 @@ from jaxkv.requests.masks import Word, encode_words
 from jaxkv.requests.reading import check_ids
 
 
-def stop_ids(params: SamplingParams, eos_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
-    """Returns the tokens that end a request, with the model's own unless it ignores them. Raises:
-    ValueError.
+def stop_ids(
+    params: SamplingParams,
+    eos_ids: frozenset[int],
+    vocab_size: int,
+    halts: frozenset[int] = frozenset(),
+) -> frozenset[int]:
+    """Returns the tokens that end a request, with the model's own unless it ignores them. halts:
+    others behind which the device waits for the host. Raises: ValueError.
     """
     own_stops = params.stop_token_ids or ()
     check_ids("stop_token_ids", own_stops, vocab_size)
     found = frozenset(own_stops) | (frozenset() if params.ignore_eos else eos_ids)
-    if len(found) > NUM_STOP_TOKENS:
+    if len(found | halts) > NUM_STOP_TOKENS:
         raise ValueError(
-            f"stop_token_ids: expected at most {NUM_STOP_TOKENS} with the model's own, got "
-            f"{len(found)}"
+            f"stop_token_ids: expected at most {NUM_STOP_TOKENS} with the model's own"
+            f"{' and the end of its reasoning' if halts else ''}, got {len(found | halts)}"
         )
     return found
 

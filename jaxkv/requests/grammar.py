@@ -65,6 +65,16 @@ class Grammar:
         return BehindReasoning(self._matcher.deep_copy(), self._num_words, marks)
 
     @property
+    def is_free(self) -> bool:
+        """Tells whether any token may come now, and any behind it up to one of `halts`."""
+        return False
+
+    @property
+    def halts(self) -> frozenset[int]:
+        """Returns the tokens behind which it may be free no more."""
+        return frozenset()
+
+    @property
     def error(self) -> str:
         """Returns why it cannot be followed, "" where it can; without the parser's own state, which
         llguidance puts behind.
@@ -133,6 +143,14 @@ class BehindReasoning(Grammar):
     def answering(self, prompt: str) -> BehindReasoning:
         """Returns one for the answer to a prompt, which may have begun reasoning, or ended it."""
         return self._begun(is_reasoning(prompt, self._marks.texts))
+
+    @property
+    def is_free(self) -> bool:
+        return self._is_open is True
+
+    @property
+    def halts(self) -> frozenset[int]:
+        return frozenset(self._marks.closes[-1:])
 
     def _begun(self, is_open: bool | None) -> BehindReasoning:
         matcher = self._matcher.deep_copy()

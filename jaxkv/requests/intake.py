@@ -271,7 +271,8 @@ class Intake(PromptReader):
             whole = self.decode(tokens, skip_special_tokens=False) if text is None else text
             grammar = grammar.answering(whole)
         model, config, size = self._model, self._config, len(tokens)
-        stop_ids = checks.stop_ids(params, model.eos_ids, model.spec.vocab_size)
+        halts = frozenset[int]() if grammar is None else grammar.halts
+        stop_ids = checks.stop_ids(params, model.eos_ids, model.spec.vocab_size, halts)
         checks.check_logprobs(params, model, config, size)
         bad_words = checks.processing(params, model, stop_ids | {model.eos_id})
         retention = checks.retention_of(params, config, size)

@@ -131,9 +131,7 @@ class Request:
     candidates: tuple[np.ndarray, np.ndarray] | None = None
     num_tokens: int = field(init=False)
     needs_host: bool = field(init=False)
-    """Whether what may come next is made on the host from the token before it, so that it gets one
-    token of a loop.
-    """
+    """Whether what may come next is made on the host from the token before it."""
     is_plain: bool = field(init=False)
     """Whether its new tokens are all that anybody wants of a step: no text, log-probabilities or
     beams.
@@ -151,6 +149,20 @@ class Request:
         """Tells whether each new token has to be looked at, not only the last one."""
         has_grammar = self.draw.grammar is not None
         return self.output.logprobs is not None or bool(self.params.stop) or has_grammar
+
+    @property
+    def halt_ids(self) -> frozenset[int]:
+        """Returns the tokens behind which the device draws no other of a loop: those that end it,
+        and where its grammar may begin to hold.
+        """
+        grammar = self.draw.grammar
+        return self.ends.stop_ids if grammar is None else self.ends.stop_ids | grammar.halts
+
+    @property
+    def rests(self) -> bool:
+        """Tells whether it gets one token of a loop, as the host has to see that first."""
+        grammar = self.draw.grammar
+        return self.needs_host and not (grammar is not None and grammar.is_free)
 
     @property
     def needs_tokens(self) -> bool:

@@ -15,6 +15,7 @@ import pytest
 
 from jaxkv import LLM, SamplingParams, StructuredOutputsParams
 from jaxkv.engine.plan import LoopPlan, StepPlan
+from jaxkv.requests.grammar import BehindReasoning
 from jaxkv.testing import engine_of
 
 pytest.importorskip("llguidance")
@@ -172,6 +173,32 @@ def test_what_was_asked_for_begins_behind_reasoning(llm):
     ]
     assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
     assert outputs[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("marks", [("", "<|end|>"), ("", "<|end|><|user|>")])
+def test_reasoning_runs_in_whole_loops_up_to_where_a_form_may_begin(llm, monkeypatch, marks):
+    """Tokens are those of a row that the host sees one by one."""
+    tokenizer = llm.get_tokenizer()
+    closes = tokenizer.encode(marks[1], add_special_tokens=False)
+    ends = dict.fromkeys(closes, 2.0 * len(closes))
+    wanted = replace(params(regex="[0-9]{9}", reasoning=marks), max_tokens=120, logit_bias=ends)
+    given = [replace(wanted, seed=seed, n=2, skip_special_tokens=False) for seed in range(3)]
+    prompts, plans = ["The end", "One by one", "Once upon"], watched(llm, monkeypatch)
+    free = llm.generate(prompts, given, use_tqdm=False)
+    engine_of(llm).check()
+    num_free = len(plans)
+    monkeypatch.setattr(BehindReasoning, "is_free", False)
+    seen = llm.generate(prompts, given, use_tqdm=False)
+    assert num_free < 0.5 * (len(plans) - num_free)
+    for one, other in zip(free, seen, strict=True):
+        assert [said.token_ids for said in one.outputs] == [x.token_ids for x in other.outputs]
+    texts = [said.text for output in free for said in output.outputs]
+    ended = [
+        text for text in texts if re.fullmatch(rf"(?s).*{re.escape(marks[1])}[0-9]{{9}}", text)
+    ]
+    assert len(ended) > 2
+    # The last token of a mark stops a loop as well where it ends nothing.
+    assert any("<|user|>" in text.partition(marks[1])[0] for text in texts)
 
 
 def test_greedy_takes_the_likeliest_token_that_may_come(llm):
