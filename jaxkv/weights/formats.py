@@ -295,49 +295,40 @@ def _scaled(own: Parts, how: Quantisation) -> Stored:
     """Each block has a scale: one of all, one of each row, or one of each tile."""
     values = own["weight"]
     scale = np.atleast_2d(_scales(own[next(last for last in SCALED.marks if last in own)]))
-    return Stored(values, _by_rows(scale, values, how), block=how.block[1])
+    return Stored(values, _by_rows(scale, values.shape, how), block=how.block[1])
 
 
 def _packed(own: Parts, how: Quantisation) -> Stored:
-    middle = 2 ** (how.bits - 1)
-    values = _unpacked(own["weight_packed"], how.bits)
+    values, zeros = _centred(own["weight_packed"], how.bits), None
+    shape = _packed_shape(own, how)
     if "weight_shape" in own:
-        values = values[:, : int(own["weight_shape"][1])]
-    values, zeros = values - middle, None
+        values = _cut(values, shape[1])
     if "weight_zero_point" in own:
         # Packed along the rows.
         points = _unpacked(own["weight_zero_point"].T, how.bits).T
-        zeros = _by_rows(points[: len(values)] - middle, values, how)
+        zeros = _by_rows(points[: len(values)] - 2 ** (how.bits - 1), shape, how)
     elif how.has_zeros:
         raise ValueError("expected weight_zero_point, since config.json says symmetric=false")
-    scales = _by_rows(own["weight_scale"], values, how)
-    return Stored(_small(values, how.bits), scales, zeros, how.block[1])
+    return Stored(values, _by_rows(own["weight_scale"], shape, how), zeros, how.block[1])
 
 
 def _gptq(own: Parts, how: Quantisation) -> Stored:
-    middle = 2 ** (how.bits - 1)
-    values = _unpacked(own["qweight"].T, how.bits) - middle  # [out, in]
-    points = own["qzeros"]
+    values, points = _centred(own["qweight"].T, how.bits), own["qzeros"]  # [out, in]
     if how.takes_one:
         # From whole words, as GPTQModel writes them: with borrows, where a zero point is 0.
         ones = np.uint32(sum(1 << shift for shift in range(0, 32, how.bits)))
         points = (points.view(np.uint32) + ones).view(points.dtype)
-    zeros = _unpacked(points, how.bits).T - middle  # [out, groups]
+    zeros = _unpacked(points, how.bits).T - 2 ** (how.bits - 1)  # [out, groups]
     group_D = own["g_idx"].astype(np.int64) if "g_idx" in own else None
     if group_D is None and how.is_ordered and len(own["scales"]) > 1:
         raise ValueError("expected g_idx, since config.json says desc_act")
-    small = _small(values, how.bits)
-    return Stored(small, own["scales"].T, zeros, how.block[1], group_D)
+    return Stored(values, own["scales"].T, zeros, how.block[1], group_D)
 
 
 def _awq(own: Parts, how: Quantisation) -> Stored:
-    middle = 2 ** (how.bits - 1)
-    values, zeros = (
-        _unpacked(own[last], how.bits).reshape(len(own[last]), -1, 8)[..., AWQ_ORDER]
-        for last in ("qweight", "qzeros")
-    )
-    values, zeros = (x.reshape(len(x), -1).T - middle for x in (values, zeros))
-    return Stored(_small(values, how.bits), own["scales"].T, zeros, how.block[1])
+    zeros = _unpacked(own["qzeros"], how.bits).reshape(len(own["qzeros"]), -1, 8)[..., AWQ_ORDER]
+    zeros = zeros.reshape(len(zeros), -1).T - 2 ** (how.bits - 1)
+    return Stored(_across(own["qweight"]), own["scales"].T, zeros, how.block[1])
 
 
 def _mxfp4(own: Parts, how: Quantisation) -> Stored:
@@ -406,34 +397,68 @@ def _bitsandbytes(own: Parts, how: Quantisation) -> Stored:
     )
 
 
-def _small(values: npt.NDArray[np.int32], bits: int) -> npt.NDArray[Any]:
-    return values.astype(np.int8).astype(INT4) if bits == 4 else values.astype(np.int8)
+def _bytes_of(words: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Returns the bytes of words, [R, C] int32 -> [R, C * 4]. Raises: ValueError for others."""
+    if words.ndim != 2 or words.dtype != np.int32:
+        raise ValueError(f"expected a matrix of int32, got {words.dtype}")
+    return np.ascontiguousarray(words).view(np.uint8)
+
+
+def _centred(words: npt.NDArray[Any], bits: int) -> npt.NDArray[Any]:
+    """Takes the values out of words, less the middle of their range: those of 8 bits as int8, those
+    of 4 bits in pairs. Only the highest bit of each is another one then.
+
+    As int32 first they would take eight times the words.
+    """
+    found = _bytes_of(words) ^ np.uint8(0x88 if bits == 4 else 0x80)
+    return found if bits == 4 else found.view(np.int8)
+
+
+def _cut(values: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
+    """Returns the first columns of what `_centred` gives."""
+    if values.dtype != np.uint8:
+        return values[:, :width]
+    return from_pairs(values)[:, :width] if width % 2 else values[:, : width // 2]
+
+
+def _across(words: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Takes AWQ's values of 4 bits out of words, [in, out / 8] int32, as `_centred` does, with
+    those of neighbouring words of a column in pairs: [out, in / 2].
+    """
+    stored = _bytes_of(words) ^ np.uint8(0x88)
+    num_rows, num_words = words.shape
+    stored = np.pad(stored, ((0, num_rows % 2), (0, 0)))
+    first, second = (stored[start::2].reshape(-1, num_words, 4) for start in (0, 1))
+    found = np.empty((num_words, 8, len(first)), np.uint8)
+    for place in range(8):
+        a, b = first[..., place // 2], second[..., place // 2]
+        pairs = a >> 4 | b & 240 if place % 2 else a & 15 | b << 4
+        found[:, AWQ_ORDER.index(place)] = pairs.T
+    return _cut(found.reshape(8 * num_words, -1), num_rows)
 
 
 def _unpacked(words: npt.NDArray[Any], bits: int) -> npt.NDArray[Any]:
     """Takes the values out of words, [R, C] int32 -> [R, C * 32 / bits] int32."""
-    if words.ndim != 2 or words.dtype != np.int32:
-        raise ValueError(f"expected a matrix of int32, got {words.dtype}")
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    fields = np.ascontiguousarray(words).view(np.uint32)[..., None]
+    fields = _bytes_of(words).view(np.uint32)[..., None]
     values = (fields >> shifts) & np.uint32(2**bits - 1)
     return values.reshape(len(words), -1).astype(np.int32)
 
 
 def _by_rows(
-    of_blocks: npt.NDArray[Any], values: npt.NDArray[Any], how: Quantisation
+    of_blocks: npt.NDArray[Any], shape: tuple[int, ...], how: Quantisation
 ) -> npt.NDArray[Any]:
     """Repeats the figures of blocks of rows to all rows, of which the last block may have fewer."""
     if of_blocks.ndim == 0:
         raise ValueError("expected figures of blocks, got one number")
-    if len(of_blocks) == len(values):
+    if len(of_blocks) == shape[0]:
         return of_blocks
     if of_blocks.size == 1:
-        return np.repeat(of_blocks, len(values), axis=0)
-    for size, block, count in zip(values.shape, how.block, of_blocks.shape, strict=True):
+        return np.repeat(of_blocks, shape[0], axis=0)
+    for size, block, count in zip(shape, how.block, of_blocks.shape, strict=True):
         if -(-size // (block or size)) != count:
             raise ValueError(f"expected blocks of {block or size} along {size}, got {count}")
-    return np.repeat(of_blocks, how.block[0] or len(values), axis=0)[: len(values)]
+    return np.repeat(of_blocks, how.block[0] or shape[0], axis=0)[: shape[0]]
 
 
 def _quant_state(own: Parts) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from jaxkv import LLM
 from jaxkv.errors import CheckpointError
 from jaxkv.models.decoder import head_of, logits
 from jaxkv.models.families import ConfigReader, read_config, read_family
+from jaxkv.models.quantisation import Quantisation, read_quantisation
 from jaxkv.models.stream import normed
 from jaxkv.programs.rounding import AT_ONCE, quantise
 from jaxkv.testing import blueprint_of, model_of
+from jaxkv.weights.formats import AWQ_ORDER, FORMS
 from jaxkv.weights.orbax import convert, load_converted
 from jaxkv.weights.packing import DYNAMIC, METHODS, SCALES, from_pairs, packing_for
 from quantised import (
@@ -39,6 +42,7 @@ from quantised import (
     quantised,
     stored_bytes,
     tensors_of,
+    words,
 )
 from tiers import some
 from tiny import SMALL, make_checkpoint, tiny_config
@@ -179,6 +183,39 @@ def test_a_shape_that_is_none_is_named(tmp_path, size):
     save_file(tensors | {name: np.array(size)}, small / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"up_proj\.weight: weight_shape: expected two whole"):
         loaded(small)
+
+
+@pytest.mark.parametrize("case", ["packed", "gptq", "awq"])
+def test_values_in_words_take_no_more_memory_than_they_do_in_bytes(case):
+    about, quantise = CASES[case]
+    parts, want = quantise(np.random.default_rng(0), (512, 1024))
+    how = read_quantisation(ConfigReader({"quantization_config": about}, "config.json"))
+    form = FORMS[how.kind]
+    tracemalloc.start()
+    (stored,) = form.matrices(parts, how, None)
+    arrays = stored.packed(form.packing(parts, how, None, 1, "float32"), None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 * want.size + 2**18  # what zero points take
+    assert arrays[""].nbytes == want.size / 2
+    np.testing.assert_allclose(stored.weight(), want, rtol=1e-6)
+
+
+def test_odd_numbers_of_columns_are_cut_as_even_ones():
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 16, (16, 8))
+    for count in (7, 6):
+        scale = np.full((16, 1), 0.5, np.float32)
+        want = (values[:, :count] - 8) * np.float32(0.5)
+        shape = np.array([16, count])
+        own = {"weight_packed": words(values, 4), "weight_scale": scale, "weight_shape": shape}
+        how = Quantisation(method="compressed-tensors", kind="packed", bits=4)
+        (stored,) = FORMS["packed"].matrices(own, how, None)
+        np.testing.assert_array_equal(stored.weight(), want)
+        own = {"qweight": words(values[:, :count].T, 4, AWQ_ORDER), "scales": scale.T}
+        own["qzeros"] = words(np.full((1, 16), 8), 4)
+        (stored,) = FORMS["awq"].matrices(own, replace(how, method="awq", kind="awq"), None)
+        np.testing.assert_array_equal(stored.weight(), want)
 
 
 def test_biases_of_zeros_that_the_model_has_not_are_left_out(tmp_path):
