@@ -110,6 +110,21 @@ def test_a_value_of_another_kind_is_an_error_of_its_file(directory, name, key, v
         refused(directory, culprit)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_key_may_be_there_twice_with_one_value_only(directory, whole, name):
+    text = (directory / name).read_text()
+    key, value = next(iter(json.loads(text).items()))
+    for other, is_same in ((value, True), (["another"], False)):
+        twice = text.replace("{", f'{{"{key}": {json.dumps(other)}, ', 1)
+        (directory / name).write_text(twice)
+        if is_same:
+            found, before = (find_model(EngineOptions(one)) for one in (directory, whole))
+            assert found.spec == before.spec
+            assert found.default_params() == before.default_params()
+        else:
+            assert f"got two values of '{key}': fetch" in refused(directory, name)
+
+
 def test_a_chat_template_of_another_kind_or_encoding_is_refused(directory):
     (directory / "chat_template.jinja").write_bytes(b"caf\xe9")
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja\): its tokenizer cannot be"):

@@ -176,7 +176,7 @@ def read_config(directory: Path, name: str = CONFIG) -> ConfigReader:
 def check_json(path: Path) -> dict[str, Any]:
     """Returns the object that a file holds. Raises: CheckpointError if it is anything else."""
     try:
-        values = json.loads(path.read_bytes().decode())
+        values = json.loads(path.read_bytes().decode(), object_pairs_hook=_consistent)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: expected JSON, got {error}: fetch the file again"
@@ -184,6 +184,17 @@ def check_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
     return values
+
+
+def _consistent(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the pairs as an object. Raises: ValueError for a key with two values, of which each
+    program would take its own.
+    """
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if found.setdefault(key, value) != value:
+            raise ValueError(f"two values of {key!r:.80}")
+    return found
 
 
 def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
