@@ -82,6 +82,8 @@ class Stored:
         shape = self.scales.shape
         if self.values.ndim != 2 or self.scales.ndim != 2 or shape[0] != len(self.values):
             raise ValueError(f"expected a matrix and scales of its {len(self.values)} rows")
+        if self.scales.dtype.kind in "biu":  # such as bitsandbytes', which stand for others
+            raise ValueError(f"expected scales of floats, got {self.scales.dtype}")
         if self.zeros is not None and self.zeros.shape != shape:
             raise ValueError(f"expected as many zero points as scales, {list(shape)}")
         size, count = self.shape[1], shape[1]
