@@ -151,6 +151,7 @@ def test_what_is_refused_says_what_was_expected(model, kv):
         (ValueError, "row: expected an int from 0 to 1", lambda: jk.continuation(kv, 2, room=4)),
         (ValueError, "room: expected", lambda: jk.continuation(kv, 1, room=0)),
         (ValueError, "room: expected", lambda: jk.continuation(kv, 1, room=2.0)),
+        (ValueError, r"from 1 to \d+, .* got 256", lambda: jk.continuation(kv, 1, room=256)),
         (ValueError, r"1 to 4 tokens, got \[5, 48\]", lambda: jk.extend(model, kv, start, x)),
         (ValueError, r"got \[0, 48\]", lambda: jk.extend(model, kv, start, x[:0])),
         (ValueError, r"\[T, 48\] .* got \[48\]", lambda: jk.extend(model, kv, start, x[0])),
