@@ -30,12 +30,11 @@ import numpy as np
 
 from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.compile_cache import kernel_folder, use_compile_cache
-from jaxkv.build.memory import device_memory
+from jaxkv.build.memory import check_room
 from jaxkv.build.model import find_model
 from jaxkv.build.options import EngineOptions
 from jaxkv.build.selftest import make_tested
 from jaxkv.config import MAX_INT32, EngineConfig, SamplingParams, is_int, own
-from jaxkv.errors import CapacityError
 from jaxkv.holding.allocator import KVHandle
 from jaxkv.holding.handles import cut, free_pages, reserve
 from jaxkv.kv.codecs import PlainCodec
@@ -198,20 +197,6 @@ OWN_NAMES = {
 """These are the names here of the engine's options, which errors name."""
 
 
-def _check_memory(sized: Blueprint) -> None:
-    """Raises: CapacityError for a pool that there is no room for: on a CPU the system would end
-    this process when it is written to.
-    """
-    device, num_pages = sized.placement.devices[0], sized.limits.num_pages
-    memory = device_memory(device, weight_bytes=0, utilization=1.0)
-    needed = num_pages * sized.page_nbytes
-    if memory.limit is not None and needed > memory.free:
-        raise CapacityError(
-            f"num_pages: {needed} bytes needed for {num_pages} pages, {memory.free} free "
-            f"({memory.source}): lower num_pages"
-        )
-
-
 def _own_number(value: Any) -> Any:
     """Returns a number of numpy or of JAX, which programs return, as Python's."""
     is_one = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
@@ -257,7 +242,8 @@ def empty(
             max_num_batched_tokens=max_num_batched_tokens,
         )
         sized = make_tested(make, options).with_pages(num_pages)
-        _check_memory(sized)
+        needed = num_pages * sized.page_nbytes
+        check_room(sized.placement.devices[0], needed, "num_pages", "lower it")
         paged = sized.empty_kv()
     except ValueError as error:
         name, _, what = str(error).partition(":")

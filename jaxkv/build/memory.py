@@ -87,6 +87,15 @@ def device_memory(device: jax.Device, *, weight_bytes: int, utilization: float) 
     return Memory(limit=int(total * utilization), used=stats["bytes_in_use"], source=source)
 
 
+def check_room(device: jax.Device, needed: int, what: str, advice: str) -> None:
+    """Raises: CapacityError for more bytes than a device has free, before they are allocated: on a
+    CPU the system would end this process when they are written.
+    """
+    memory = device_memory(device, weight_bytes=0, utilization=1.0)
+    if memory.limit is not None and needed > memory.free:
+        raise CapacityError(f"{what}: {needed} bytes needed, {memory.free} free: {advice}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
     """Says how one engine's share of its device is spent. `reason` says why the pool has

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxkv.build.blueprint import Blueprint
+from jaxkv.build.memory import check_room
 from jaxkv.build.options import IS_PATH, EngineOptions
 from jaxkv.build.pooling import MODULES, Pooling, pooling_layout, read_pooling
 from jaxkv.build.speculation import check_draft, draft_options, own_predictor
@@ -84,8 +85,15 @@ class Model:
 
     def loaded(self, blueprint: Blueprint) -> Model:
         """Returns the model with its weights on the blueprint's devices. Raises: CheckpointError,
-        OSError.
+        OSError, CapacityError for weights that are sure not to fit, before they are read.
         """
+        check_room(
+            blueprint.placement.devices[0],
+            blueprint.weight_bytes,
+            f"weights of {self.directory}",
+            "quantise them (quantization), divide them over more devices (tensor_parallel_size), "
+            "or free memory",
+        )
         weights, pooling, draft = self._load(blueprint), self.pooling, self.draft
         if draft is not None and blueprint.draft is not None:
             draft = draft.loaded(blueprint.draft)

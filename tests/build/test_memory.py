@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import jax
 import pytest
 
 from jaxkv import LLM, SamplingParams
+from jaxkv import functional as jk
 from jaxkv.api import part
 from jaxkv.build import memory as build_memory
 from jaxkv.build.memory import AMPLE, Budget, Memory, available_memory, device_memory
@@ -99,6 +101,19 @@ def test_on_a_cpu_the_pool_may_take_a_quarter_of_the_available_memory(
     monkeypatch.setattr(build_memory, "available_memory", lambda: 1000)
     memory = device_memory(CPU, weight_bytes=50, utilization=utilization)
     assert (memory.limit, memory.used, memory.free, memory.pool_limit) == (1050, 50, 1000, pool)
+
+
+def test_weights_that_cannot_fit_are_refused_before_they_are_read(monkeypatch, tmp_path):
+    directory = make_checkpoint(tmp_path, tiny_config("llama"))
+    needed = model_of(LLM(directory, **SMALL)).weight_bytes
+    monkeypatch.setattr(build_memory, "available_memory", lambda: needed)
+    LLM(directory, **SMALL | {"num_gpu_blocks_override": 1})
+    monkeypatch.setattr(build_memory, "available_memory", lambda: needed - 1)
+    (directory / "model.safetensors").unlink()
+    for load in (LLM, partial(jk.load, dtype="float32", skip_tokenizer_init=True)):
+        options = SMALL if load is LLM else {}
+        with pytest.raises(CapacityError, match=f"{needed} bytes needed, {needed - 1} free"):
+            load(directory, **options)
 
 
 def test_on_an_accelerator_the_pool_has_what_is_left_of_its_share():
