@@ -83,18 +83,21 @@ class Quantisation:
         A checkpoint's tensors say so themselves; this is for planning without them.
         """
         return any(
-            fnmatchcase(module, f"{name}*") or f".{name}." in f".{module}."
-            for name in map(_without_regex, self.skipped)
+            fnmatchcase(f"{module}.", _wildcards(name)) or f".{name}." in f".{module}."
+            for name in self.skipped
         )
 
 
-def _without_regex(name: str) -> str:
-    """Returns a name of `skipped` with wildcards in the place of compressed-tensors' regular
-    expressions, of which any could take for ever.
+def _wildcards(name: str) -> str:
+    """Returns what a module's name and a dot fit if it is that of `skipped`, or in it. Wildcards
+    stand for compressed-tensors' regular expressions, of which any could take for ever: these hold
+    for all names that begin so, unless they end in "$".
     """
     if not name.startswith("re:"):
-        return name
-    return name[3:].removeprefix("^").removesuffix("$").replace(".*", "*").replace("\\.", ".")
+        return f"{name}.*"
+    end = "." if name.endswith("$") else "*"
+    name = name[3:].removeprefix("^").removesuffix("$")
+    return name.replace(".*", "*").replace("\\.", ".") + end
 
 
 def read_quantisation(config: ConfigReader) -> Quantisation | None:

@@ -645,6 +645,17 @@ def test_modules_that_compressed_tensors_names_by_regular_expressions_are_not_qu
     modules = ["lm_head", "model.layers.0.mlp.up_proj", "model.layers.3.mlp.gate", "model.norm"]
     assert all(map(how.skips, modules))
     assert not how.skips("model.layers.1.mlp.up_proj")
+    assert not how.skips("model.layers.1.mlp.gate_proj")
+
+
+def test_modules_that_are_not_quantised_are_those_that_transformers_leaves():
+    quantizers = pytest.importorskip("transformers.quantizers.quantizers_utils")
+    names = ["model.layers.1", "model.layers.*.mlp.gate", "lm_head", "model.layers.0.self_attn"]
+    how = Quantisation(method="fp8", kind="scaled", skipped=tuple(names))
+    ends = ("self_attn.q_proj", "mlp.gate", "mlp.gate_proj", "mlp.up_proj")
+    modules = [f"model.layers.{layer}.{end}" for layer in (0, 1, 2, 10) for end in ends]
+    for module in [*modules, "lm_head"]:
+        assert how.skips(module) != quantizers.should_convert_module(module, names), module
 
 
 @pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
