@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -95,18 +95,20 @@ class Kept:
     def put(self, host: np.ndarray, leaf: TreeLeaf) -> dict[str, Array]:
         """Puts a leaf that is not stored quantised on its devices."""
         if (packing := self.packing(leaf)) is not None:
-            return self.put_packed(self.quantised(host, packing), leaf)
+            matrices = host.reshape(-1, *host.shape[-2:])
+            return self.put_packed(self.quantised(matrices, host.shape, packing), leaf)
         is_short = host.dtype.itemsize == 2
         host = host.view(np.uint16) if self.as_bits and is_short else host
         return {"": put(host, leaf.name, self.placement)}
 
-    def quantised(self, host: np.ndarray, packing: Packing) -> dict[str, np.ndarray]:
-        """Makes the arrays of a quantised leaf of floats [..., F, D]."""
-        matrices = host.reshape(-1, *host.shape[-2:])
-        made = _empty(packing, matrices.shape)
+    def quantised(
+        self, matrices: Iterable[np.ndarray], shape: tuple[int, ...], packing: Packing
+    ) -> dict[str, np.ndarray]:
+        """Makes the arrays of a quantised leaf [..., F, D] of its matrices of floats, in order."""
+        made = _empty(packing, (math.prod(shape[:-2]), *shape[-2:]))
         for index, w_FD in enumerate(matrices):
             _fill(made, index, self.quantise(w_FD, packing))
-        return _stacked_as(host.shape, made)
+        return _stacked_as(shape, made)
 
     def put_packed(self, parts: dict[str, np.ndarray], leaf: TreeLeaf) -> dict[str, Array]:
         """Puts the arrays of a quantised leaf, whose values of 4 bits are in pairs, on its devices,
@@ -469,7 +471,7 @@ def with_quantised_head(weights: Mapping[str, Any], packing: Packing, kept: Kept
     a stack of one. Tokens are still looked up in the embeddings as they were.
     """
     host = np.asarray(values(weights[HEAD if HEAD in weights else "embed"]))
-    parts = kept.quantised(host[None], packing)
+    parts = kept.quantised([host], (1, *host.shape), packing)
     found = {HEAD + suffix: put(x, HEAD + suffix, kept.placement) for suffix, x in parts.items()}
     return {**weights, **found}
 

@@ -22,7 +22,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -191,22 +191,33 @@ def load_converted(directory: Path, spec: ModelSpec, layout: Layout, kept: Kept)
             f"{kept.quantization!r}"
         )
 
-    def read(part: _Stored, dtype: np.dtype) -> np.ndarray:
+    def pieces(part: _Stored, shape: tuple[int, ...], dtype: np.dtype) -> Iterator[np.ndarray]:
+        """Reads an array in pieces of this shape, and compares its CRC-32 behind the last."""
+        one, crc32, size = replace(part, shape=shape), 0, math.prod(shape)
         with part.file.open("rb") as stream:
-            host, crc32 = _read(stream, part, dtype, kept.check)
-        told(math.prod(part.shape))
+            for _ in range(math.prod(part.shape) // size):
+                host, crc32 = _read(stream, one, dtype, kept.check, crc32)
+                told(size)
+                yield host
         if kept.check and crc32 != sums.values.get(part.path):
             raise CheckpointError(
                 f"{part.file}: expected the CRC-32 {sums.values.get(part.path)!r:.80} of "
                 f"{sums.where}, got {crc32}: one of the two has changed since; convert the model "
                 f'again, or load_format="unchecked" to compute with it all the same'
             )
+
+    def read(part: _Stored, dtype: np.dtype) -> np.ndarray:
+        (host,) = pieces(part, part.shape, dtype)
         return host
 
     def load(leaf: TreeLeaf, parts: dict[str, _Stored]) -> dict[str, Array]:
         if len(parts) > 1:
             return kept.put_packed({end: read(x, x.dtype) for end, x in parts.items()}, leaf)
-        return kept.put(read(parts[""], kept.read_as(leaf)), leaf)
+        if (packing := kept.packing(leaf)) is not None:
+            # All of them in float32 at once would take twice what is stored in bfloat16.
+            matrices = pieces(parts[""], leaf.shape[-2:], np.dtype(np.float32))
+            return kept.put_packed(kept.quantised(matrices, leaf.shape, packing), leaf)
+        return kept.put(read(parts[""], leaf.kept_as(kept.dtype)), leaf)
 
     with progress([leaf for leaf, _ in arrays], jnp.dtype(kept.dtype)) as told:
         return make_tree((leaf, load(leaf, parts)) for leaf, parts in arrays)
@@ -390,16 +401,17 @@ def _problems(part: _Stored) -> list[str]:
 
 
 def _read(
-    stream: BufferedReader, part: _Stored, dtype: np.dtype, check: bool
+    stream: BufferedReader, part: _Stored, dtype: np.dtype, check: bool, crc32: int = 0
 ) -> tuple[np.ndarray, int]:
     """Reads the next values of the file in one host array, converted piece by piece from another
-    dtype, those of 4 bits in pairs. Returns it with the CRC-32 of what was read, 0 without `check`.
+    dtype, those of 4 bits in pairs. Returns it with the CRC-32 of what was read behind what has
+    `crc32`, which is not looked at without `check`.
 
     Raises: CheckpointError for a file that ends before.
     """
     shape, stored = part.on_disk
     is_same = part.dtype == dtype
-    host, crc32 = aligned_empty(shape, stored if is_same else dtype), 0
+    host = aligned_empty(shape, stored if is_same else dtype)
     flat = host.reshape(-1)
     for start in range(0, flat.size, PIECE):
         piece = flat[start : start + PIECE]

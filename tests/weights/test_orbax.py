@@ -25,8 +25,9 @@ from jaxkv.api import cli
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import read_config, read_family
 from jaxkv.programs.compiled import Programs
+from jaxkv.programs.rounding import quantise
 from jaxkv.testing import engine_of
-from jaxkv.weights.load import Kept, load_weights
+from jaxkv.weights.load import Kept, aligned_empty, load_weights
 from jaxkv.weights.orbax import convert, load_converted
 from tiers import some
 from tiny import make_checkpoint, tiny_config
@@ -323,6 +324,27 @@ def test_what_a_killed_conversion_leaves_is_removed_by_the_next_one(tmp_path):
     assert_equal_bits(
         load(tmp_path / "out", dtype="float32"), load(source, load_weights, dtype="float32")
     )
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_what_is_quantised_as_it_is_loaded_is_read_matrix_by_matrix(tmp_path, monkeypatch, method):
+    config = tiny_config("llama", hidden_size=64, num_attention_heads=4, num_hidden_layers=4)
+    source = make_checkpoint(tmp_path / "in", config)
+    convert(source, tmp_path / "out", dtype="float32")
+    how, sizes, empty = {"quantization": method, "quantise": quantise}, [], aligned_empty
+
+    def allocate(shape, dtype):
+        sizes.append(empty(shape, dtype).size)
+        return empty(shape, dtype)
+
+    monkeypatch.setattr(jaxkv.weights.orbax, "aligned_empty", allocate)
+    got = load(tmp_path / "out", dtype="float32", **how)
+    assert max(sizes) == config["vocab_size"] * config["hidden_size"]  # of no stack of layers
+    assert_equal_bits(got, load(source, load_weights, dtype="float32", **how))
+    file = tmp_path / "out" / "orbax" / "weights" / "layers.up" / "0.0.0"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match=r"up/0\.0\.0: expected the CRC-32"):
+        load(tmp_path / "out", dtype="float32", **how)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
