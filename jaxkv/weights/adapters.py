@@ -160,8 +160,8 @@ def read_adapter(
             arrays.setdefault(leaf.stack or "", {})[name] = np.zeros(shape, kind)
         digest = sha256()
         for module in modules:
-            down = checkpoint.read(module + DOWN).astype(np.float32)
             with np.errstate(over="ignore", invalid="ignore"):
+                down = checkpoint.read(module + DOWN).astype(np.float32)
                 up = checkpoint.read(module + UP).astype(np.float32)
                 up *= np.float32(config.scale_of(module))
             for values in (down, up):

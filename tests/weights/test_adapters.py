@@ -163,6 +163,10 @@ BROKEN = {
         partial(tensors, changes={B0: zeros(48, 4) + np.float32(3e38)}),
         "lora_B.weight: expected finite values as float32 with its scale",
     ),
+    "too large for float32": (
+        partial(tensors, changes={Q0: np.full((4, 48), 1e300)}),
+        "lora_A.weight: expected finite values as float32",
+    ),
 }
 
 
