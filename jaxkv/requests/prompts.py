@@ -104,6 +104,8 @@ def parse(prompt: Prompt) -> tuple[str | None, Sequence[Any] | np.ndarray | None
     salt = prompt.get("cache_salt", "")
     if not isinstance(salt, str):
         raise ValueError(f"cache_salt: expected a text, got {type(salt).__name__}")
+    if any("\ud800" <= c <= "\udfff" for c in salt):
+        raise ValueError(f"cache_salt: expected valid Unicode, got {salt!r:.50}")
     text, given = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is not None and not isinstance(text, str):
         raise ValueError(f"prompt: expected a text, got {type(text).__name__}")

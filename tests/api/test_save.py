@@ -269,6 +269,7 @@ def test_a_file_made_up_with_its_hashes_disturbs_nobody(models, compile_once, tm
         "no tokens": replace(true, extra={**true.extra, "tokens": [10**9]}),
         "no salt": replace(true, extra={}),
         "salt": replace(true, extra={**true.extra, "salt": 5}),
+        "half a salt": replace(true, extra={**true.extra, "salt": "\ud800"}),
         "messages": replace(true, extra={**true.extra, "messages": [5]}),
         "part of a page": replace(true, tokens=true.tokens[:-1]),
         "no page size": replace(true, origin=replace(true.origin, page_size=0)),

@@ -344,6 +344,10 @@ def test_requests_are_numbered_in_order_and_refused_ones_not(intake):
         ("half a pair: \ud83d", "the prompt is not valid Unicode: "),
         ({"prompt": "\udc80"}, "the prompt is not valid Unicode: "),
         (
+            {"prompt_token_ids": [3], "cache_salt": "\ud800"},
+            "cache_salt: expected valid Unicode, got '\\ud800'",
+        ),
+        (
             None,
             'expected a text, token ids, {"prompt": text} or {"prompt_token_ids": [...]}, got NoneType',
         ),
