@@ -127,11 +127,11 @@ class AsyncLLM(AsyncPoolingCalls):
                 raise TypeError(f"AsyncLLM.generate: unexpected keyword argument {name!r}")
             check_none(name, value)
         loop = asyncio.get_running_loop()
-        await self._compile_grammar(sampling_params)
-        held = await self._read_adapters(lora_request)
         stream = Stream(uuid.uuid4().hex if request_id is None else request_id)
-        self._streams[stream] = None
+        self._streams[stream] = None  # before anything that takes long, where an abort may come
         try:
+            await self._compile_grammar(sampling_params)
+            held = await self._read_adapters(lora_request)
             prompt = await self._apart_from_engine(rendered, prompt)
             await self._engine.ask(
                 partial(

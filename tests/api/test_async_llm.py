@@ -470,6 +470,28 @@ def test_abort_of_a_request_that_waits_for_a_row(llm, pace):
     run(main())
 
 
+@pytest.mark.parametrize("method", ["_compile_grammar", "_read_adapters"])
+def test_abort_of_a_request_whose_grammar_or_adapter_takes_long(llm, monkeypatch, method):
+    async def main() -> RequestOutput:
+        is_asked, is_done = asyncio.Event(), asyncio.Event()
+        really = getattr(llm, method)
+
+        async def slow(asked: Any) -> Any:
+            is_asked.set()
+            await is_done.wait()
+            return await really(asked)
+
+        monkeypatch.setattr(llm, method, slow)
+        reading = asyncio.create_task(last(llm.generate(PROMPTS[0], LONG, "r")))
+        await is_asked.wait()
+        await llm.abort("r")
+        is_done.set()
+        return await reading
+
+    (completion,) = run(main()).outputs
+    assert (completion.token_ids, completion.finish_reason) == ([], "abort")
+
+
 def test_abort_before_the_first_iteration_means_nothing(llm, sync):
     async def main() -> RequestOutput:
         stream = llm.generate(PROMPTS[0], GREEDY, "r")
