@@ -84,10 +84,14 @@ def beam_output(
 ) -> BeamSearchOutput:
     """Returns what the finished search of these beams has found. `eos_id`: the end token that needs
     no stop_reason. `decode` names tokens, `write` makes the text; None without a tokenizer.
+
+    Raises: RuntimeError if it was ended, by another thread's step that failed or by a shutdown.
     """
     first = submission.samples[0]
     if first.search is None:
         raise RuntimeError(f"request {first.id} is no beam")
+    if not first.search.is_over:
+        raise RuntimeError(f"search {submission.id} has ended before it was over")
     prompt, eos_ids = first.tokens[: first.prompt_len], first.search.eos_ids
 
     def sequence(end: Beam) -> BeamSearchSequence:

@@ -415,6 +415,8 @@ def test_one_beam_that_is_ended_ends_its_search_alone(make):
     engine_of(llm).check()
     assert [beam.finish_reason for beam in gone.samples] == ["abort", "abort"]
     assert not any(beam in gone.samples for beam in beams_of(llm))
+    with pytest.raises(RuntimeError, match="has ended before it was over"):
+        beam_output(gone, eos_id=None, include_stop=False, decode=None)
     while engine_of(llm).has_work:
         engine_of(llm).step()
     assert tokens_of([beam_output(kept, eos_id=None, include_stop=False, decode=None)]) == expected
