@@ -98,7 +98,9 @@ class AdapterFiles:
 def _key(directory: Path) -> Key:
     files = [directory.absolute() / name for name in (CONFIG, TENSORS)]
     stats = [file.stat() for file in files if file.is_file()]
-    return (files[0], *((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats))
+    # A copy may keep the time of the last write, but nobody chooses that of the last change.
+    of_each = ((one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in stats)
+    return (files[0], *of_each)
 
 
 def one_adapter(given: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -258,6 +259,18 @@ def test_an_adapter_that_is_replaced_in_use_is_the_old_one_for_those_under_way(
     old = [*old, *(token for output in stream for token in output.outputs[0].token_ids)]
     assert [old, *tokens(new)] == want[:2]
     assert leaves_nothing(engine_of(llm))
+
+
+def test_a_file_with_other_bytes_and_the_times_that_it_had_is_read_again(checkpoint, llm, tmp_path):
+    """As a copy that keeps times leaves it, of files that an archive has given one time."""
+    one, other = (make_adapter(tmp_path / str(seed), checkpoint, seed=seed) for seed in (8, 9))
+    file, loras = one / TENSORS, [LoRARequest("a", 1, one), LoRARequest("b", 2, other)]
+    before, old = file.stat(), llm.lora_digest(loras[0])
+    with file.open("r+b") as stream:
+        stream.write((other / TENSORS).read_bytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_ino, file.stat().st_size) == (before.st_ino, before.st_size)
+    assert llm.lora_digest(loras[0]) == llm.lora_digest(loras[1]) != old
 
 
 def test_files_that_change_while_they_are_read_are_refused(llm, loras, tmp_path, monkeypatch):
