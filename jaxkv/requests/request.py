@@ -237,8 +237,11 @@ class Request:
 
     @property
     def is_leaving(self) -> bool:
-        """Tells whether all that it needs is coming: it has given back its row and pages."""
-        return self.row is None and self.num_left == 0 and self.num_coming > 0
+        """Tells whether all that it needs is coming: it has given back its row and pages. A beam
+        without a row waits for one, as its search may go on with another's tokens.
+        """
+        is_last = self.num_left == 0 and self.num_coming > 0
+        return self.row is None and is_last and not self.beams
 
     def metrics(self) -> RequestMetrics:
         """Returns its times, up to the newest token."""

@@ -373,6 +373,7 @@ def test_a_search_under_way_goes_on_after_its_pages_are_lost(make, num_steps):
             engine.step()
         assert engine.has_work
         engine.replace_weights(engine.weights, secret=b"")
+        engine.check()
         for _ in range(20):
             engine.step()
     assert (
