@@ -351,6 +351,8 @@ def _fp4(own: Parts, how: Quantisation) -> Stored:
     expected = E8M0 if how.block[1] == 32 else E4M3
     if packed.dtype != np.uint8 or scales.dtype != expected:
         raise ValueError(f"expected pairs of 4 bits in uint8, and scales in {expected}")
+    if (count := scales.shape[-1]) != (groups := -(-2 * packed.shape[-1] // how.block[1])):
+        raise ValueError(f"expected scales of {groups} groups of {how.block[1]}, got {count}")
     if "weight_scale_2" in own:
         factor = own["weight_scale_2"].astype(np.float32)
     elif expected == E4M3:

@@ -435,6 +435,7 @@ def test_what_is_not_built_is_refused_by_name(tmp_path, about, message):
         ("nvfp4", "weight_global_scale", None),
         ("nvfp4", "weight_global_scale", lambda x: x.repeat(2)),
         ("mxfp4", "weight_scale", lambda x: x[:-1]),
+        ("mxfp4", "weight_scale", lambda x: x[:, :1]),
         ("modelopt", "weight_scale_2", None),
         ("gptq", "scales", lambda x: x.astype(np.int32)),
         ("nf4-simple", "weight.absmax", lambda x: x.astype(np.uint8)),
