@@ -92,7 +92,7 @@ class Model:
             blueprint.weight_bytes,
             f"weights of {self.directory}",
             "quantise them (quantization), divide them over more devices (tensor_parallel_size), "
-            "or free memory",
+            "or free memory (before update_weights: sleep(level=2))",
         )
         weights, pooling, draft = self._load(blueprint), self.pooling, self.draft
         if draft is not None and blueprint.draft is not None:
