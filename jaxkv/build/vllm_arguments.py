@@ -563,7 +563,7 @@ def about_flag(flag: str, known: Mapping[str, Any]) -> str:
         foreign = FOREIGN[name]
         if foreign.means_nothing:
             return f"{written}: vLLM's, which sets nothing here: leave it out"
-        near = foreign.nearest or _OF_SERVER.get(name, "")
+        near = _OF_SERVER.get(name, "") or foreign.nearest
     elif name in _OF_SERVER:
         near = _OF_SERVER[name]
     elif name in known:

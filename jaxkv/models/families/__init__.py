@@ -192,8 +192,9 @@ def _consistent(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for key, value in pairs:
-        if found.setdefault(key, value) != value:
+        if key in found and found[key] != value:
             raise ValueError(f"two values of {key!r:.80}")
+        found[key] = value
     return found
 
 
