@@ -336,13 +336,16 @@ def parser_of(tokenizer: Any, asked: str) -> Parser:
 
 def _marks(tokenizer: Any, fields: Mapping[str, Any]) -> tuple[str, str] | None:
     """Returns the texts around reasoning by the fields of a template, where a tokenizer has tokens
-    for them: those of its own field, or where content is marked, what is before its mark.
+    for them: those of its own field, if it has one of each, or where content is marked, all up to
+    its (first) mark.
     """
     reasoning: Mapping[str, Any] = next((fields[one] for one in REASONING if one in fields), {})
-    opens, closes = reasoning.get("open"), reasoning.get("close")
-    if "open" in fields.get(CONTENT, {}):
-        opens, closes = "", fields[CONTENT]["open"]
-    opens, closes = (one[0] if isinstance(one, list) and one else one for one in (opens, closes))
+    opens, closes = (
+        one[0] if isinstance(one, list) and len(one) == 1 else one
+        for one in (reasoning.get("open"), reasoning.get("close"))
+    )
+    if (content := fields.get(CONTENT, {}).get("open")) is not None:
+        opens, closes = "", content[0] if isinstance(content, list) else content
     if not reasoning or not isinstance(opens, str) or not isinstance(closes, str):
         return None
     try:

@@ -208,11 +208,17 @@ def test_behind_reasoning_is_what_was_asked_for(tokenizer):
                 assert read(behind, text[:end], 2, "length")[2] == []
 
 
-def test_marks_that_a_grammar_waits_for_are_tokens(tokenizer):
+def test_marks_that_a_grammar_waits_for_are_tokens(tokenizer, tmp_path):
     assert parser_of(tokenizer, "qwen3").marks is None
     tokenizer.add_tokens(["<think>", "</think>", "<|channel|>", "<|message|>"])
     assert parser_of(tokenizer, "qwen3").marks == ("<think>", "</think>")
     assert parser_of(tokenizer, "gpt_oss").marks == ("", "<|channel|>final<|message|>")
+    # With several ends it might wait for one that never comes.
+    for closes, want in ((["</think>"], ("<think>", "</think>")), (["</think>", "<s>"], None)):
+        reasoning = {"open": "<think>", "close": closes}
+        template = {"start_anchor": "<s>", "fields": {"reasoning": reasoning, "content": {}}}
+        (tmp_path / "t.json").write_text(json.dumps(template))
+        assert parser_of(tokenizer, str(tmp_path / "t.json")).marks == want
 
 
 @pytest.mark.parametrize(
