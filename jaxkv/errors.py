@@ -13,10 +13,10 @@ class CheckpointError(ValueError):
     """
 
     @classmethod
-    def of(cls, where: object, problems: Sequence[str]) -> Self:
+    def of(cls, where: object, problems: Sequence[str], what_to_do: str) -> Self:
         """Makes the error of several problems, of which it names the first ten."""
         more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
-        return cls(f"{where}: {'; '.join(problems[:10])}{more}")
+        return cls(f"{where}: {'; '.join(problems[:10])}{more}; {what_to_do}")
 
 
 NO_GGUF = "GGUF is not read: pass a directory or hub id that has the model as *.safetensors"

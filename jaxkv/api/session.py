@@ -404,7 +404,8 @@ class Session(BaseSession):
     `tokens`, `text` and `len` tell what it holds, `messages` of a chat too; `pages` where. Methods
     return new sessions and leave this one as it was. Computed pages are shared and never copied;
     `close`, leaving a `with` block, or forgetting the session lets go of them.
-    Raises: ValueError for what is refused and after `close`, and what `LLM.generate` raises.
+    Raises: ValueError for what is refused and after `close`, what `LLM.generate` raises, and
+    RuntimeError where another thread's failed step or a shutdown has ended the request.
     """
 
     __slots__ = ()
@@ -454,6 +455,11 @@ class Session(BaseSession):
         outputs: list[RequestOutput] = self._home.llm.generate(
             prompts, params, use_tqdm=False, lora_request=self.lora_request
         )
+        if any(map(_was_ended, outputs)):
+            raise RuntimeError(
+                "the request was ended by a step of another thread that failed, or by a shutdown; "
+                "unless it was shut down, call again"
+            )
         return outputs
 
 
@@ -506,9 +512,8 @@ class AsyncSession(BaseSession):
             params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
         outputs = self._home.llm.generate(prompt, params, lora_request=self.lora_request)
         last = [output async for output in outputs][-1]
-        for one in last.outputs:
-            if one.finish_reason == "abort" and one.stop_reason is None:
-                raise EngineDeadError("the request was ended by an abort or a shutdown")
+        if _was_ended(last):
+            raise EngineDeadError("the request was ended by an abort or a shutdown")
         return last
 
     async def _ask(self, function: Callable[[], T]) -> T:
@@ -520,6 +525,11 @@ class AsyncSession(BaseSession):
         """Returns what the function returns in the tokenizer's thread, while steps go on."""
         result: T = await self._home.llm._apart_from_engine(lambda _: function())
         return result
+
+
+def _was_ended(output: RequestOutput) -> bool:
+    """Tells whether a request was aborted, and not by its grammar, which says why."""
+    return any(one.finish_reason == "abort" and one.stop_reason is None for one in output.outputs)
 
 
 def _new_file(path: str | os.PathLike[str]) -> Path:

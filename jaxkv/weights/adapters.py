@@ -349,7 +349,8 @@ def _check(
             elif entry.dtype.name not in FLOATS:
                 problems.append(f"{name}: expected one of {', '.join(FLOATS)}, got {entry.dtype}")
     if problems:
-        raise CheckpointError.of(checkpoint.directory, problems)
+        what_to_do = "fetch the adapter again, or take one of this model"
+        raise CheckpointError.of(checkpoint.directory, problems, what_to_do)
     return modules
 
 

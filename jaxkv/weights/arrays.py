@@ -47,16 +47,27 @@ def take_weights(
     _check(arrays, leaves, spec.family)
 
     def put_one(leaf: TreeLeaf) -> dict[str, Array]:
-        given, to = arrays[leaf.path], leaf.kept_as(kept.dtype)
+        given, packing = arrays[leaf.path], kept.packing(leaf)
         given = given.view(jnp.bfloat16) if given.dtype == BITS else given
-        host = aligned_empty(leaf.shape, kept.read_as(leaf))
+        if packing is None:
+            return kept.put(copied(given, leaf, leaf.kept_as(kept.dtype)), leaf)
+        # All of them in float32 at once would take twice what is given in bfloat16.
+        matrices = given.reshape(-1, *given.shape[-2:])
+        floats = (copied(w_FD, leaf, np.dtype(np.float32)) for w_FD in matrices)
+        return kept.put_packed(kept.quantised(floats, leaf.shape, packing), leaf)
+
+    def copied(given: np.ndarray, leaf: TreeLeaf, dtype: np.dtype[Any]) -> np.ndarray:
+        host = aligned_empty(given.shape, dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is named below
             host[...] = given
         if kept.check:
             check_below(f"weights: {leaf.path}", given, leaf.one.info.below)
         if kept.check and not is_finite(host):
-            raise CheckpointError(f"weights: {leaf.path}: expected finite values as {to.name}")
-        return kept.put(host, leaf)
+            raise CheckpointError(
+                f"weights: {leaf.path}: expected finite values as {leaf.kept_as(kept.dtype)}, got "
+                'NaN or infinity; with load_format="unchecked" nobody looks'
+            )
+        return host
 
     return make_tree((leaf, put_one(leaf)) for leaf in leaves)
 
@@ -109,4 +120,5 @@ def _check(arrays: Mapping[str, np.ndarray], leaves: list[TreeLeaf], family: str
         elif array.dtype.name not in kinds and (not is_bits or leaf.one.info.below is not None):
             problems.append(f"{path}: expected one of {', '.join(kinds)}, got {array.dtype.name}")
     if problems:
-        raise CheckpointError.of("weights", sorted(problems))
+        what_to_do = "give the arrays of a tree of the same model"
+        raise CheckpointError.of("weights", sorted(problems), what_to_do)

@@ -56,6 +56,9 @@ CHECKED = 2**18
 cache.
 """
 
+TURNED = 64
+"""Rows of a matrix stored transposed that are read together."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
@@ -88,15 +91,8 @@ class Kept:
         """Returns into how many parts the columns of a matrix are divided."""
         return num_parts_of_columns(leaf.one, self.placed.size)
 
-    def read_as(self, leaf: TreeLeaf) -> np.dtype:
-        """Returns the dtype of the array that `put` takes."""
-        return np.dtype(np.float32) if self.packing(leaf) else leaf.kept_as(self.dtype)
-
     def put(self, host: np.ndarray, leaf: TreeLeaf) -> dict[str, Array]:
-        """Puts a leaf that is not stored quantised on its devices."""
-        if (packing := self.packing(leaf)) is not None:
-            matrices = host.reshape(-1, *host.shape[-2:])
-            return self.put_packed(self.quantised(matrices, host.shape, packing), leaf)
+        """Puts a leaf that is not kept quantised on its devices."""
         is_short = host.dtype.itemsize == 2
         host = host.view(np.uint16) if self.as_bits and is_short else host
         return {"": put(host, leaf.name, self.placement)}
@@ -333,16 +329,19 @@ def _packed(
     checkpoint: Tensors, leaf: TreeLeaf, packing: Packing, kept: Kept, told: Told
 ) -> dict[str, np.ndarray]:
     """Makes the arrays of a quantised leaf, matrix by matrix."""
-    count = math.prod(leaf.shape[:-2])
-    made = _empty(packing, (count, *leaf.shape[-2:]))
+    count, (F, D) = math.prod(leaf.shape[:-2]), leaf.shape[-2:]
+    made = _empty(packing, (count, F, D))
     per_source = count // len(leaf.sources)
 
     def matrices(name: str) -> Iterator[dict[str, np.ndarray]]:
         if isinstance(checkpoint, Dequantised):
-            return checkpoint.packed(name, packing, leaf.one.part)
-        one = leaf._replace(sources=(name,), shape=(per_source, *leaf.shape[-2:]))
-        host = _stack(checkpoint, one, np.dtype(np.float32), kept.check, lambda _: None)
-        return (kept.quantise(w_FD, packing) for w_FD in host)
+            yield from checkpoint.packed(name, packing, leaf.one.part)
+            return
+        matrices = (w_FD for x in _parts(checkpoint, leaf, name) for w_FD in x.reshape(-1, F, D))
+        for number, given in enumerate(matrices):
+            w_FD = np.empty((F, D), np.float32)
+            _convert(given, w_FD, _what(checkpoint, name), leaf, kept.check, number * w_FD.size)
+            yield kept.quantise(w_FD, packing)
 
     def make(index: int) -> None:
         name = leaf.sources[index]
@@ -357,7 +356,7 @@ def _packed(
     # Quantising has threads of its own.
     with ThreadPoolExecutor(READERS if isinstance(checkpoint, Dequantised) else 1) as threads:
         for _ in threads.map(make, range(len(leaf.sources))):
-            told(per_source * math.prod(leaf.shape[-2:]))
+            told(per_source * F * D)
     return _stacked_as(leaf.shape, made)
 
 
@@ -458,7 +457,8 @@ def _check(checkpoint: Tensors, spec: ModelSpec, layout: Layout, leaves: list[Tr
         elif entry is not None and entry.dtype.name not in kinds:
             problems.append(f"{name}: expected one of {', '.join(kinds)}, got {entry.dtype.name}")
     if problems:
-        raise CheckpointError.of(checkpoint.directory, problems)
+        what_to_do = "take all tensors of one checkpoint and the config.json that belongs to it"
+        raise CheckpointError.of(checkpoint.directory, problems, what_to_do)
 
 
 def dtypes_of(info: ArrayInfo) -> tuple[str, ...]:
@@ -502,20 +502,11 @@ def _stack(
     host = aligned_empty(leaf.shape, dtype)
 
     def read(piece_of_host: np.ndarray, name: str) -> None:
-        stored = checkpoint.read(name)
-        if leaf.one.part is not None:
-            stored = leaf.one.part.take(stored)
-        stored = stored.reshape(-1)
-        for start in range(0, piece_of_host.size, CHECKED):
-            piece, given = (x[start : start + CHECKED] for x in (piece_of_host, stored))
-            # What does not fit is named below.
-            with np.errstate(over="ignore", invalid="ignore"):
-                piece[...] = given
-            if check:
-                what = f"{checkpoint.entries[name].file}: tensor {name}"
-                check_below(what, given, leaf.one.info.below, start)
-                if not is_finite(piece):
-                    raise _not_finite(what, piece, start)
+        start = 0
+        for given in _parts(checkpoint, leaf, name):
+            piece = piece_of_host[start : start + given.size]
+            _convert(given, piece, _what(checkpoint, name), leaf, check, start)
+            start += given.size
         checkpoint.release(name)
 
     sizes = [host.size // len(leaf.sources)] * len(leaf.sources)
@@ -526,6 +517,46 @@ def _stack(
         for piece, _ in zip(pieces, threads.map(read, pieces, leaf.sources), strict=True):
             told(piece.size)
     return host
+
+
+def _parts(checkpoint: Tensors, leaf: TreeLeaf, name: str) -> Iterable[np.ndarray]:
+    """Gives what the leaf has of a tensor, in pieces one behind the other."""
+    stored = checkpoint.read(name)
+    return [stored] if leaf.one.part is None else leaf.one.part.pieces(stored)
+
+
+def _what(checkpoint: Tensors, name: str) -> str:
+    return f"{checkpoint.entries[name].file}: tensor {name}"
+
+
+def _convert(
+    given: np.ndarray, to: np.ndarray, what: str, leaf: TreeLeaf, check: bool, start: int = 0
+) -> None:
+    """Copies values of the array `what` from number `start` on, and looks at them if `check`."""
+    to = to.reshape(-1)
+    for stored in _pieces_in_order(given):
+        piece, to = np.split(to, [stored.size])
+        with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is named below
+            piece[...] = stored
+        if check:
+            check_below(what, stored, leaf.one.info.below, start)
+            if not is_finite(piece):
+                raise _not_finite(what, piece, start)
+        start += stored.size
+
+
+def _pieces_in_order(x: np.ndarray) -> Iterator[np.ndarray]:
+    """Gives the values in pieces of at most `CHECKED`, or as many rows as are worth turning."""
+    if x.ndim != 2 or x.strides[1] == x.itemsize:
+        flat = x.reshape(-1)
+        yield from (flat[i : i + CHECKED] for i in range(0, flat.size, CHECKED))
+        return
+    # Of a matrix that is stored transposed a value is in each page of memory. Copies of so many
+    # columns fit in the cache, and numpy turns them faster as whole numbers.
+    bits = x.view(f"u{x.itemsize}")
+    for i in range(0, len(x), TURNED):
+        columns = np.ascontiguousarray(bits[i : i + TURNED].T)
+        yield columns.T.reshape(-1).view(x.dtype)
 
 
 def is_finite(x: np.ndarray) -> bool:

@@ -135,9 +135,11 @@ def _folder_beside(out: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         # After an error threads of orbax may be writing there still, which makes it anew.
+        times_gone = 0
         for _ in range(0 if is_done else 100):
             time.sleep(0.1)
-            if not folder.exists():
+            times_gone = 0 if folder.exists() else times_gone + 1
+            if times_gone == 5:
                 break
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -368,7 +370,7 @@ def _locate(
             problems += [f"missing array {path}" for path in missing]
     problems += [f"array that {spec.family} does not use: {name}" for name in sorted(found - known)]
     if problems:
-        raise CheckpointError.of(folder, problems)
+        raise CheckpointError.of(folder, problems, "convert the checkpoint again")
     return arrays
 
 

@@ -53,6 +53,20 @@ def alone(llm: LLM, tokens: list[int], params: SamplingParams = GREEDY) -> list[
     return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
 
 
+def test_a_session_says_that_its_request_was_ended(make, monkeypatch):
+    """As it is where a step of another thread fails."""
+    llm = make()
+    session, engine, added = llm.session({"prompt_token_ids": ids(21)}), engine_of(llm), []
+    add = engine.add
+    monkeypatch.setattr(engine, "add", lambda one: (added.append(one), add(one)))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", lambda: [engine.abort(one) for one in added])
+        for call in (session.generate, lambda: session.logprobs([[5], [6, 7]])):
+            with pytest.raises(RuntimeError, match="ended by a step of another thread"):
+                call()
+    assert len(session.logprobs([[5], [6, 7]])) == 2
+
+
 def test_what_is_made_of_a_session_leaves_it_as_it_was(make):
     llm = make()
     with poisoned(engine_of(llm)):

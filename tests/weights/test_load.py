@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -15,9 +16,12 @@ from safetensors.numpy import load_file, save_file
 import families
 from jaxkv import LLM
 from jaxkv.errors import CheckpointError
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families import read_config, read_family
+from jaxkv.programs.rounding import quantise
 from jaxkv.weights.load import Kept, is_finite, load_weights
 from jaxkv.weights.safetensors import Checkpoint
+from jaxkv.weights.tree import tree_leaves
 from tiny import SMALL, make_checkpoint, tiny_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -286,7 +290,9 @@ def test_many_wrong_tensors_are_counted(tmp_path):
     make_checkpoint(tmp_path, tiny_config("llama"))
     config = tiny_config("llama", num_hidden_layers=5)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"missing tensor model\.layers\.3\..*; and 8 more$"):
+    with pytest.raises(
+        CheckpointError, match=r"missing tensor model\.layers\.3\..*; and 8 more; take all"
+    ):
         loaded(tmp_path)
 
 
@@ -352,6 +358,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
+from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families import read_config, read_family
 from jaxkv.weights.load import Kept, is_finite, load_weights
 
@@ -519,3 +526,24 @@ def test_two_tensors_that_are_one_by_name_are_refused(tmp_path):
     (plain / "config.json").write_text(json.dumps(outer))
     with pytest.raises(CheckpointError, match="expected one tensor to be model"):
         loaded(plain)
+
+
+@pytest.mark.parametrize("method", [None, "int8"])
+def test_experts_in_one_tensor_are_not_copied_all_at_once(method):
+    """gpt-oss has them [E, in, out], with the rows of two matrices by turns."""
+    experts, size = 16, 256
+    config = tiny_config("llama", hidden_size=size, intermediate_size=size, num_hidden_layers=1)
+    config |= {"model_type": "gpt_oss", "num_local_experts": experts, "num_experts_per_tok": 2}
+    spec, layout = read_family(ConfigReader(config, "config.json"))
+    arrays = {
+        source: np.zeros(leaf.one.stored_shapes[0], BFLOAT16)
+        for leaf in tree_leaves(spec, layout)
+        for source in leaf.sources
+    }
+    kept = Kept(dtype="bfloat16", quantization=method, quantise=quantise)
+    tracemalloc.start()
+    weights = load_weights(arrays, spec, layout, kept)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    nbytes = sum(x.nbytes for x in jax.tree_util.tree_leaves(weights))
+    assert peak < nbytes + 8 * size * size * 4

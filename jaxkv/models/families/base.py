@@ -9,7 +9,7 @@ loader refuses a checkpoint with one missing and one with a tensor that nobody t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -59,10 +59,26 @@ class Part:
         return self.shape, (*front, columns, rows)
 
     def take(self, stored: np.ndarray) -> np.ndarray:
+        rows = self._in_order(stored)
+        return self.of_rows(rows.reshape(-1, *rows.shape[2:]) if self.of_all else rows)
+
+    def pieces(self, stored: np.ndarray) -> Iterator[np.ndarray]:
+        """Gives the array in pieces, one behind the other in it: those of experts in one tensor one
+        by one, so that no copy is of all, or the whole.
+        """
+        is_all = self.start == 0 and self.stop is None
+        in_each = is_all or self.num_blocks % max(1, len(stored)) == 0
+        if not self.of_all or not in_each or self.turn or self.side_by_side:
+            yield self.take(stored)
+            return
+        part = self.of_one(len(stored))
+        yield from map(part.of_rows, self._in_order(stored))
+
+    def _in_order(self, stored: np.ndarray) -> np.ndarray:
+        """Returns the tensor with its axes as the array has them."""
         if self.either_way and stored.shape != self.shape:
             stored = stored.swapaxes(-1, -2)
-        rows = stored.swapaxes(-1, -2) if self.transposed else stored
-        return self.of_rows(rows.reshape(-1, *rows.shape[2:]) if self.of_all else rows)
+        return stored.swapaxes(-1, -2) if self.transposed else stored
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         """Takes the part of rows that are in the order of the array's."""
