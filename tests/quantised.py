@@ -269,10 +269,10 @@ def meant(stack: dict[str, jax.Array]) -> dict[str, np.ndarray]:
 
 def packed_names(directory: Path, load: Callable[..., dict] = load_weights) -> set[str]:
     spec, layout = read_family(read_config(directory))
-    return packed(load(directory, spec, layout, Kept(dtype="float32"))["layers"])
+    return packed_leaves(load(directory, spec, layout, Kept(dtype="float32"))["layers"])
 
 
-def packed(stack: dict[str, jax.Array]) -> set[str]:
+def packed_leaves(stack: dict[str, jax.Array]) -> set[str]:
     """The names of the leaves that are kept quantised."""
     return {name for name in stack if {name + SCALES, name + DYNAMIC} & stack.keys()}
 
@@ -354,5 +354,5 @@ def make(directory: Path, **options: object) -> LLM:
 def kept_bytes(llm: LLM) -> int:
     """Counts the bytes of what stays quantised on the device."""
     stack = model_of(llm).weights["layers"]
-    kept = packed(stack) | {name for name in stack if base_name(name) != name}
+    kept = packed_leaves(stack) | {name for name in stack if base_name(name) != name}
     return sum(num_bytes(stack[name].shape, stack[name].dtype) for name in kept)

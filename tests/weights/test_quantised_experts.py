@@ -33,7 +33,7 @@ from quantised import (
     meant,
     mxfp4,
     mxfp4_pack,
-    packed,
+    packed_leaves,
     packed_names,
     quantised,
     stored_bytes,
@@ -196,7 +196,7 @@ def test_experts_of_one_tensor_are_quantised_as_asked(tmp_path, family, method):
     llm = make(source, quantization=method)
     stack = meant(model_of(llm).weights["layers"])
     own = loaded(source)["layers"]
-    assert packed(model_of(llm).weights["layers"]) > EXPERTS
+    assert packed_leaves(model_of(llm).weights["layers"]) > EXPERTS
     for name in EXPERTS:
         most = {"int4": 0.3, "fp8": 1 / 16}.get(method, 0.51 / 127)
         bound = most * np.abs(own[name]).max(axis=2, keepdims=True)
