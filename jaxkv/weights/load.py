@@ -522,7 +522,8 @@ def _stack(
 def _parts(checkpoint: Tensors, leaf: TreeLeaf, name: str) -> Iterable[np.ndarray]:
     """Gives what the leaf has of a tensor, in pieces one behind the other."""
     stored = checkpoint.read(name)
-    return [stored] if leaf.one.part is None else leaf.one.part.pieces(stored)
+    one = leaf.one
+    return [stored] if one.part is None else one.part.pieces(stored, one.num_experts)
 
 
 def _what(checkpoint: Tensors, name: str) -> str:

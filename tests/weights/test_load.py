@@ -19,6 +19,7 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families import read_config, read_family
 from jaxkv.programs.rounding import quantise
+from jaxkv.weights.arrays import take_weights
 from jaxkv.weights.load import Kept, is_finite, load_weights
 from jaxkv.weights.safetensors import Checkpoint
 from jaxkv.weights.tree import tree_leaves
@@ -547,3 +548,16 @@ def test_experts_in_one_tensor_are_not_copied_all_at_once(method):
     tracemalloc.stop()
     nbytes = sum(x.nbytes for x in jax.tree_util.tree_leaves(weights))
     assert peak < nbytes + 8 * size * size * 4
+
+
+@pytest.mark.parametrize("variant", ["gpt_oss", "inkling_text", "llama4_text"])
+def test_weights_quantised_as_they_are_read_are_the_floats_quantised(tmp_path, variant):
+    make_checkpoint(tmp_path, families.text_config(variant))
+    spec, layout = read_family(read_config(tmp_path))
+    kept = Kept(dtype="float32", quantization="int8", quantise=quantise)
+    want = flat(take_weights(loaded(tmp_path), spec, layout, kept))
+    got = flat(load_weights(tmp_path, spec, layout, kept))
+    assert got.keys() == want.keys()
+    assert any(x.dtype == np.int8 for x in got.values())
+    for name, x in got.items():
+        np.testing.assert_array_equal(x, want[name], err_msg=name)

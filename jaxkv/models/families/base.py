@@ -62,16 +62,14 @@ class Part:
         rows = self._in_order(stored)
         return self.of_rows(rows.reshape(-1, *rows.shape[2:]) if self.of_all else rows)
 
-    def pieces(self, stored: np.ndarray) -> Iterator[np.ndarray]:
-        """Gives the array in pieces, one behind the other in it: those of experts in one tensor one
-        by one, so that no copy is of all, or the whole.
+    def pieces(self, stored: np.ndarray, num_experts: int) -> Iterator[np.ndarray]:
+        """Gives the array in pieces one behind the other: those of so many experts in one tensor
+        one by one, so that no copy is of all of them, or the whole.
         """
-        is_all = self.start == 0 and self.stop is None
-        in_each = is_all or self.num_blocks % max(1, len(stored)) == 0
-        if not self.of_all or not in_each or self.turn or self.side_by_side:
+        if num_experts == 1 or not self.of_all:
             yield self.take(stored)
             return
-        part = self.of_one(len(stored))
+        part = self.of_one(num_experts)
         yield from map(part.of_rows, self._in_order(stored))
 
     def _in_order(self, stored: np.ndarray) -> np.ndarray:
