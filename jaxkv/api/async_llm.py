@@ -72,6 +72,9 @@ class AsyncLLM(AsyncPoolingCalls):
         # Prompts are made tokens of in a thread of their own, while steps go on. It ends with this
         # object: a call that comes while the engine is shut down is to find it, and the end then.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="jaxkv-tokenizer")
+        # One grammar is tried after the other, each for seconds at worst: in a thread of their own
+        # those who wait take none from others, as the event loop's few threads would be.
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="jaxkv-grammar")
         # Copying a large vocabulary takes a second, in which programs are compiled.
         self._apart = self._tokenizing.submit(self._llm._intake.apart)
         self._streams: dict[Stream, None] = {}
@@ -130,8 +133,8 @@ class AsyncLLM(AsyncPoolingCalls):
         stream = Stream(uuid.uuid4().hex if request_id is None else request_id)
         self._streams[stream] = None  # before anything that takes long, where an abort may come
         try:
-            await self._compile_grammar(sampling_params)
-            held = await self._read_adapters(lora_request)
+            held = [await self._compile_grammar(sampling_params)]
+            held += await self._read_adapters(lora_request)
             prompt = await self._apart_from_engine(rendered, prompt)
             await self._engine.ask(
                 partial(
@@ -153,14 +156,17 @@ class AsyncLLM(AsyncPoolingCalls):
             if not stream.is_ended:
                 self._engine.post(partial(self._engine.close, stream))
 
-    async def _compile_grammar(self, params: SamplingParams | None) -> None:
-        """Has a grammar compiled while steps go on, where the engine finds it. Raises:
-        ValueError.
+    async def _compile_grammar(self, params: SamplingParams | None) -> Any:
+        """Has a grammar compiled while steps go on, where the engine finds it as long as what is
+        returned is held. Raises: ValueError.
         """
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
-        if isinstance(asked, StructuredOutputsParams):
-            grammars = await self._engine.ask(self._llm._intake.grammars)
-            await asyncio.to_thread(grammars.compile, asked)
+        if not isinstance(asked, StructuredOutputsParams):
+            return None
+        grammars = await self._engine.ask(self._llm._intake.grammars)
+        is_known = await asyncio.to_thread(grammars.knows, asked)
+        apart = None if is_known else self._compiling
+        return await asyncio.get_running_loop().run_in_executor(apart, grammars.compile, asked)
 
     async def _apart_from_engine(self, function: Callable[..., T], *args: Any) -> T:
         """Calls a function with what makes tokens of prompts while steps go on, calls one after the

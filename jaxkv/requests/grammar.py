@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -208,24 +209,23 @@ class Grammars:
         self._num_words = -(-vocab_size // 32)
         self._kept: OrderedDict[str, Grammar | str] = OrderedDict()
         """Has for a grammar in llguidance's own form what came of it: it, or what is wrong."""
+        self._alive: WeakValueDictionary[str, Grammar] = WeakValueDictionary()
         self._lock = Lock()
         self._tokenizer = llguidance.hf.from_tokenizer(
             tokenizer, n_vocab=vocab_size, eos_token=sorted(eos_ids)
         )
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
-        """Compiles what was asked for. Raises: ValueError with llguidance's reason for an invalid
-        schema or grammar, and for what it has no room or time for. It holds from the start of a
-        text on: see `Grammar.behind`.
+        """Compiles what was asked for, or finds it again while anybody has it. What is returned is
+        for copies to follow: see `Grammar.copy`, and `Grammar.behind`; both hold from the start of
+        a text on.
+
+        Raises: ValueError with llguidance's reason for an invalid schema or grammar, and for what
+        it has no room or time for.
         """
-        try:
-            source = self._source(asked)
-        except ValueError as error:
-            raise ValueError(
-                f"structured_outputs: expected a valid grammar, got {error}"
-            ) from error
+        source = self._source(asked)
         with self._lock:
-            found = self._kept.get(source)
+            found = self._known(source)
         if found is None:
             try:
                 found = self._made(source)
@@ -236,9 +236,19 @@ class Grammars:
             self._kept.move_to_end(source)
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-            if isinstance(found, Grammar):
-                return found.copy()
-        raise ValueError(f"structured_outputs: expected {found}")
+            if isinstance(found, str):
+                raise ValueError(f"structured_outputs: expected {found}")
+            self._alive[source] = found
+        return found
+
+    def knows(self, asked: StructuredOutputsParams) -> bool:
+        """Tells whether `compile` returns or raises at once. Raises: ValueError where it does."""
+        source = self._source(asked)
+        with self._lock:
+            return self._known(source) is not None
+
+    def _known(self, source: str) -> Grammar | str | None:
+        return self._kept.get(source) or self._alive.get(source)
 
     def _made(self, source: str) -> Grammar | str:
         try:
@@ -252,7 +262,15 @@ class Grammars:
         return f"a valid grammar, got {grammar.error}" if grammar.error else grammar
 
     def _source(self, asked: StructuredOutputsParams) -> str:
-        """Returns a grammar in llguidance's own form."""
+        """Returns a grammar in llguidance's own form. Raises: ValueError."""
+        try:
+            return self._written(asked)
+        except ValueError as error:
+            raise ValueError(
+                f"structured_outputs: expected a valid grammar, got {error}"
+            ) from error
+
+    def _written(self, asked: StructuredOutputsParams) -> str:
         make = self._llguidance.LLMatcher
         if asked.json is not None or asked.json_object:
             schema = asked.json if isinstance(asked.json, str) else '{"type": "object"}'

@@ -28,8 +28,10 @@ from jaxkv.config import RequestOutputKind, SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.metrics import Metric
 from jaxkv.errors import EngineDeadError
+from jaxkv.requests import grammar
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.request import Request
+from jaxkv.structured import StructuredOutputsParams
 from jaxkv.testing import blocking, engine_of, intake_of, thread_of
 from tiers import some
 
@@ -490,6 +492,69 @@ def test_abort_of_a_request_whose_grammar_or_adapter_takes_long(llm, monkeypatch
 
     (completion,) = run(main()).outputs
     assert (completion.token_ids, completion.finish_reason) == ([], "abort")
+
+
+def test_grammars_that_take_long_hold_up_those_that_are_not_known_only(llm, monkeypatch):
+    pytest.importorskip("llguidance")
+    have_begun, may_end = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        forms = [
+            replace(GREEDY, structured_outputs=StructuredOutputsParams(regex=f"a{{{one},}}"))
+            for one in range(1, 42)
+        ]
+        before = [await last(llm.generate("The", one)) for one in (GREEDY, forms[0])]
+        grammars = intake_of(llm).grammars()
+        make = grammars._made
+
+        def slow(source: str) -> Any:
+            have_begun.set()
+            may_end.wait(PATIENCE_S)
+            return make(source)
+
+        monkeypatch.setattr(grammars, "_made", slow)
+        # More than asyncio's own threads are on any machine.
+        others = [asyncio.create_task(last(llm.generate("The", one))) for one in forms[1:]]
+        try:
+            await asyncio.to_thread(have_begun.wait, PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S / 10):
+                now = [await last(llm.generate("The", one)) for one in (GREEDY, forms[0])]
+        finally:
+            may_end.set()
+        assert [one.outputs for one in now] == [one.outputs for one in before]
+        assert all(one.finished for one in await asyncio.gather(*others))
+
+    run(main())
+
+
+def test_a_grammar_is_compiled_once_however_many_come_before_its_request(llm, monkeypatch):
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(grammar, "KEPT", 1)
+    compiled, read = [], llm._read_adapters
+
+    async def main() -> None:
+        grammars, are_compiled = intake_of(llm).grammars(), asyncio.Event()
+        make = grammars._made
+
+        def made(source: str) -> Any:
+            compiled.append(source)
+            return make(source)
+
+        async def late(asked: Any) -> Any:
+            if len(compiled) == 4:
+                are_compiled.set()
+            await are_compiled.wait()
+            return await read(asked)
+
+        monkeypatch.setattr(grammars, "_made", made)
+        monkeypatch.setattr(llm, "_read_adapters", late)
+        forms = [StructuredOutputsParams(regex=f"b{{{one},}}") for one in range(1, 5)]
+        await asyncio.gather(
+            *(last(llm.generate("The", replace(GREEDY, structured_outputs=one))) for one in forms)
+        )
+
+    run(main())
+    assert len(compiled) == 4
 
 
 def test_abort_before_the_first_iteration_means_nothing(llm, sync):

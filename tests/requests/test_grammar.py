@@ -85,7 +85,7 @@ def test_a_process_is_ended_by_the_clock_where_it_gets_no_processor(grammars, mo
 def test_each_grammar_is_tried_and_compiled_once_and_followed_apart(grammars, monkeypatch):
     made, make = [], grammars._made
     monkeypatch.setattr(grammars, "_made", lambda source: made.append(source) or make(source))
-    one, other = (grammars.compile(StructuredOutputsParams(regex="ab|cd")) for _ in range(2))
+    one, other = (grammars.compile(StructuredOutputsParams(regex="ab|cd")).copy() for _ in range(2))
     assert len(made) == 1
     letters = {letter: grammars._tokenizer.tokenize_str(letter)[0] for letter in "ac"}
     before = other.mask().copy()
