@@ -171,7 +171,7 @@ class Listed(Reader):
                 call, stop = json.JSONDecoder().raw_decode(self._left, max(start, 0))
             except (ValueError, RecursionError):  # not whole yet, or deeper than Python reads
                 break
-            arguments = json.dumps(call["parameters"], ensure_ascii=False)
+            arguments = _written(call["parameters"])
             said.calls.append(Call(self._number, call["name"], arguments))
             self._left = self._left[stop:]
             self._number += 1
@@ -255,7 +255,7 @@ class Marked(Reader):
                 return []
             arguments = function.get("arguments", function.get("parameters", {}))
             if not isinstance(arguments, str):
-                arguments = json.dumps(arguments, ensure_ascii=False)
+                arguments = _written(arguments)
             calls.append(Call(self._number + len(calls), function["name"], arguments))
         self._number += len(calls)
         return calls
@@ -295,6 +295,13 @@ class Behind(Reader):
         self._is_open = False
         said, rest = self._reasoning.feed(text[:at], "stop"), self._form.feed(text[at:], end)
         return Said(said.reasoning, said.content + rest.content, said.calls + rest.calls)
+
+
+def _written(arguments: Any) -> str:
+    """Writes arguments as JSON that any client reads, where a model has written half of a surrogate
+    pair too.
+    """
+    return json.dumps(arguments, ensure_ascii=False).encode(errors="backslashreplace").decode()
 
 
 def reader_of(parser: Parser, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Reader:

@@ -356,12 +356,13 @@ def whole(client, **asked) -> tuple[dict, str]:
     return {**texts, "tool_calls": calls}, choice.finish_reason
 
 
-def test_answers_are_taken_apart_in_streams_as_in_whole(start, llm):
-    call = '{"name": "look", "arguments": {"x": "é"}}'
+@pytest.mark.parametrize("half", ["", "\\ud83d"])
+def test_answers_are_taken_apart_in_streams_as_in_whole(start, llm, half):
+    call = f'{{"name": "look", "arguments": {{"x": "é{half}"}}}}'
     text = f"<think>\nHm.</think>\nI look.<tool_call>{call}</tool_call>"
     form = {"structured_outputs": {"choice": [text]}}
-    asked = {"messages": CHAT, "temperature": 0, "max_tokens": 90, "extra_body": form}
-    found = [("look", '{"x": "é"}')]
+    asked = {"messages": CHAT, "temperature": 0, "max_tokens": 99, "extra_body": form}
+    found = [("look", f'{{"x": "é{half}"}}')]
     apart = {"reasoning": "Hm.", "content": "I look."}
     parsing = start(response_template="qwen3")
     with parsing.client() as client:

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -40,7 +40,15 @@ from jaxkv.api.openai_format import (
 from jaxkv.api.openai_vectors import ALIASES, POOLING, AskedPooling, read_pooling
 from jaxkv.api.response_parts import parser_of
 from jaxkv.api.server.adapters import Names
-from jaxkv.api.server.limits import Bodies, Gate, Guard, Refusal, as_refusal, while_connected
+from jaxkv.api.server.limits import (
+    AnyJSONResponse,
+    Bodies,
+    Gate,
+    Guard,
+    Refusal,
+    as_refusal,
+    while_connected,
+)
 from jaxkv.api.server.options import ServeOptions
 from jaxkv.config import RequestOutputKind
 from jaxkv.engine.metrics import Counter, Gauge, prometheus_text
@@ -128,10 +136,10 @@ class App:
             await self._llm.check_health()
         except TimeoutError as error:
             raise Refusal(503, str(error)) from error
-        return JSONResponse({"status": "ok"})
+        return AnyJSONResponse({"status": "ok"})
 
     async def _version(self, request: Request) -> Response:
-        return JSONResponse({"version": VERSION})
+        return AnyJSONResponse({"version": VERSION})
 
     async def _metrics(self, request: Request) -> Response:
         answered = [
@@ -152,10 +160,10 @@ class App:
         )
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [*map(self._described, self.names)]})
+        return AnyJSONResponse({"object": "list", "data": [*map(self._described, self.names)]})
 
     async def _model(self, request: Request) -> Response:
-        return JSONResponse(self._described(request.path_params["name"]))
+        return AnyJSONResponse(self._described(request.path_params["name"]))
 
     def _described(self, name: str) -> dict[str, Any]:
         """Returns what /v1/models says of a name. Raises: Refusal for one that is not known."""
@@ -187,7 +195,7 @@ class App:
 
         def write() -> Response:
             name = self._tokenizer.convert_ids_to_tokens
-            return JSONResponse(about | ({"token_strs": name(tokens)} if asked.strings else {}))
+            return AnyJSONResponse(about | ({"token_strs": name(tokens)} if asked.strings else {}))
 
         # Not in the event loop's thread: hundreds of thousands take long.
         return await asyncio.to_thread(write)
@@ -195,7 +203,7 @@ class App:
     async def _detokenize(self, request: Request) -> Response:
         tokens = await self._tokens(await self._read(request, read_tokens))
         # Not in the event loop's thread: a million take long.
-        return JSONResponse({"prompt": await asyncio.to_thread(self._decode, tokens)})
+        return AnyJSONResponse({"prompt": await asyncio.to_thread(self._decode, tokens)})
 
     async def read(self, request: Request, url: str) -> Asked | AskedPooling:
         """Reads what a request for text, vectors or scores asks for. Raises: Refusal, also where
@@ -235,7 +243,7 @@ class App:
             with _refusing(asked.keys, asked.of_inputs):
                 write = await asked.answer(self._llm, self.names.shown(asked.model), lora)
         # Not in the event loop's thread: millions of numbers take long.
-        return await asyncio.to_thread(lambda: JSONResponse(write()))
+        return await asyncio.to_thread(lambda: AnyJSONResponse(write()))
 
     # --- generating
 
@@ -266,7 +274,7 @@ class App:
                 last[number] = output
         write = partial(self._answer(asked).whole, [last[number] for number in range(len(last))])
         # Not in the event loop's thread: log-probabilities of long prompts take long.
-        return await asyncio.to_thread(lambda: JSONResponse(write()))
+        return await asyncio.to_thread(lambda: AnyJSONResponse(write()))
 
     async def events(self, asked: Asked) -> AsyncGenerator[dict[str, Any]]:
         """Yields the chunks of a streamed answer. Raises: Refusal."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -33,6 +33,16 @@ MAX_MESSAGE_CHARS = 2000
 """A client is told so much of an error, which may quote what the client has sent."""
 
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class AnyJSONResponse(JSONResponse):
+    """Is JSON in which texts may have halves of surrogate pairs: what a client or a model has
+    written is not always Unicode.
+    """
+
+    def render(self, content: Any) -> bytes:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode(errors="backslashreplace")  # \ud800, as JSON has it too
 
 
 class Refusal(Exception):
@@ -65,9 +75,7 @@ class Refusal(Exception):
         return {"error": about}
 
     def response(self) -> Response:
-        """Returns the answer, in ASCII: its message may have halves of surrogate pairs."""
-        body = json.dumps(self.body)
-        return Response(body, self.status, self.headers, media_type="application/json")
+        return AnyJSONResponse(self.body, self.status, self.headers)
 
 
 def as_refusal(error: Exception) -> Refusal:
