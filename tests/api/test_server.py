@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from adapters import make_adapter
-from jaxkv.api import cli, engine_thread
+from jaxkv.api import async_llm, cli, engine_thread
 from jaxkv.api.async_llm import AsyncLLM
 from jaxkv.api.openai_vectors import POOLING
 from jaxkv.config import SamplingParams
@@ -1200,6 +1200,28 @@ def test_a_request_ends_when_its_client_goes(server, llm, is_stream):
     left = time.monotonic()
     wait_for(lambda: is_empty(llm))
     assert time.monotonic() - left < 1.2  # the rest would take 15 steps
+
+
+def test_nothing_is_counted_for_a_client_that_has_gone(start, llm, monkeypatch):
+    server, counted, may_go_on = start(max_concurrent_sequences=1), [], threading.Event()
+    count = async_llm.tokens_of
+
+    def noted(intake: Any, prompt: Any, **options: Any) -> list[int]:
+        counted.append(prompt["prompt"])
+        return count(intake, prompt, **options)
+
+    monkeypatch.setattr(async_llm, "tokens_of", noted)
+    llm._tokenizing.submit(may_go_on.wait, PATIENCE_S)
+    gate, body = server.server.app.counting, b'{"prompt": "gone"}'
+    with server.connect() as connection:
+        head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        wait_for(lambda: gate.num_in == 1)
+        assert server.ask("/tokenize", {"prompt": "more"})[0] == 429
+    wait_for(lambda: not gate.num_in)
+    may_go_on.set()
+    assert server.ask("/tokenize", {"prompt": "here"})[0] == 200
+    assert counted == ["here"]
 
 
 def test_a_client_that_does_not_read_is_left_and_holds_up_nobody(start, llm):

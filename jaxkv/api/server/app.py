@@ -76,6 +76,7 @@ class App:
         self.names = Names(llm, options, name)
         self.on_death: Callable[[], None] = lambda: None
         self.gate = Gate(options.max_concurrent_sequences)
+        self.counting = Gate(options.max_concurrent_sequences)
         self._llm = llm
         self._tokenizer = tokenizer
         template = options.response_template
@@ -190,20 +191,40 @@ class App:
 
     async def _tokenize(self, request: Request) -> Response:
         asked = await self._read(request, read_text)
-        tokens = await self._tokens(asked)
-        about = {"count": len(tokens), "max_model_len": self._llm.max_model_len, "tokens": tokens}
 
-        def write() -> Response:
-            name = self._tokenizer.convert_ids_to_tokens
-            return AnyJSONResponse(about | ({"token_strs": name(tokens)} if asked.strings else {}))
+        def write(tokens: list[int]) -> dict[str, Any]:
+            about = {"count": len(tokens), "max_model_len": self._llm.max_model_len}
+            names = self._tokenizer.convert_ids_to_tokens
+            strings = {"token_strs": names(tokens)} if asked.strings else {}
+            return {**about, "tokens": tokens, **strings}
 
-        # Not in the event loop's thread: hundreds of thousands take long.
-        return await asyncio.to_thread(write)
+        return await self._of_tokens(request, asked, write)
 
     async def _detokenize(self, request: Request) -> Response:
-        tokens = await self._tokens(await self._read(request, read_tokens))
-        # Not in the event loop's thread: a million take long.
-        return AnyJSONResponse({"prompt": await asyncio.to_thread(self._decode, tokens)})
+        asked = await self._read(request, read_tokens)
+        return await self._of_tokens(request, asked, lambda ids: {"prompt": self._decode(ids)})
+
+    async def _of_tokens(
+        self, request: Request, asked: AskedTokens, write: Callable[[list[int]], dict[str, Any]]
+    ) -> Response:
+        """Returns what is to be written of the tokens of a prompt, however long. Raises: Refusal;
+        ClientDisconnect, with which nothing is computed any more.
+        """
+        self.names.adapter(asked.model)
+
+        async def work() -> Response:
+            try:
+                tokens = await self._llm.tokens_of(
+                    asked.prompt, add_special_tokens=asked.add_special_tokens
+                )
+            except ValueError as error:
+                raise Refusal(400, str(error), key=asked.key) from error
+            # Not in the event loop's thread: hundreds of thousands take long.
+            return await asyncio.to_thread(lambda: AnyJSONResponse(write(tokens)))
+
+        # A gate of their own: who has no place to generate may still count.
+        with self.counting.enter(1, asked.key):
+            return await while_connected(request.receive, work())
 
     async def read(self, request: Request, url: str) -> Asked | AskedPooling:
         """Reads what a request for text, vectors or scores asks for. Raises: Refusal, also where
@@ -292,16 +313,6 @@ class App:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
-
-    async def _tokens(self, asked: AskedTokens) -> list[int]:
-        """Returns the tokens of a prompt, however long. Raises: Refusal."""
-        self.names.adapter(asked.model)
-        try:
-            return await self._llm.tokens_of(
-                asked.prompt, add_special_tokens=asked.add_special_tokens
-            )
-        except ValueError as error:
-            raise Refusal(400, str(error), key=asked.key) from error
 
     # --- what is refused
 
