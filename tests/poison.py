@@ -72,7 +72,7 @@ def poison(engine: Engine) -> None:
     kv = replace(kv, stores=tuple(poison_low(store, kept) for store in kv.stores))
     running = engine.scheduler.running
     used = {request.row for request in running if request.hold.num_stored}
-    used |= {*allocator.snapshots.used}
+    used |= {*allocator.snapshots._slot_of.values()}
     engine.kv = poison_states(kv, used, num_slots=engine.scheduler.config.num_slots)
 
 

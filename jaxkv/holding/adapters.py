@@ -15,8 +15,6 @@ class AdapterSlots:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.num_loads = 0
-        """Counts how often an adapter was written to the device."""
         self._slot_of: dict[bytes, int] = {}
         """By digest, that used least lately first."""
         self._num_users: Counter[bytes] = Counter()
@@ -54,7 +52,6 @@ class AdapterSlots:
         """Returns what is to be written to which slot before the next step."""
         loads = list(self._loads.items())
         self._loads.clear()
-        self.num_loads += len(loads)
         return loads
 
     def start_again(self) -> None:

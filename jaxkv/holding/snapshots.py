@@ -26,11 +26,6 @@ class Snapshots:
     def __contains__(self, page: int) -> bool:
         return page in self._slot_of
 
-    @property
-    def used(self) -> list[int]:
-        """Lists the slots that hold a snapshot."""
-        return list(self._slot_of.values())
-
     def use(self, page: int) -> int:
         """Returns the slot of a page that has a snapshot."""
         self._slot_of.move_to_end(page)

@@ -180,12 +180,12 @@ def test_an_aborted_request_leaves_no_slot_behind(llm, alone):
 def test_snapshots_leave_with_their_pages(llm):
     llm.reset_prefix_cache()
     snapshots = engine_of(llm).scheduler.allocator.snapshots
-    assert snapshots.used == []
+    assert not snapshots._slot_of
     first, second = prompt_of(20, 20), prompt_of(128, 21)
     generate(llm, [first])
-    assert len(snapshots.used) == 1
+    assert len(snapshots._slot_of) == 1
     generate(llm, [second])  # takes every page
-    assert len(snapshots.used) == 1
+    assert len(snapshots._slot_of) == 1
     assert [generate(llm, [ids])[0].num_cached_tokens for ids in (second, first)] == [120, 0]
 
 
