@@ -27,6 +27,7 @@ import pytest
 from adapters import make_adapter
 from jaxkv.api import async_llm, cli, engine_thread
 from jaxkv.api.async_llm import AsyncLLM
+from jaxkv.api.openai_answers import Answer
 from jaxkv.api.openai_vectors import POOLING
 from jaxkv.config import SamplingParams
 from jaxkv.engine.engine import Engine
@@ -534,6 +535,28 @@ def test_names_of_tokens_are_looked_up_beside_the_event_loop(server, monkeypatch
     monkeypatch.setattr(tokenizer, "convert_ids_to_tokens", noted)
     assert server.ask("/tokenize", {"prompt": PROMPTS[0], "return_token_strs": True})[0] == 200
     assert loops == [None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_beside"), [({"echo": True, "logprobs": 1}, True), ({}, False)]
+)
+def test_scores_of_prompts_are_written_beside_the_event_loop(
+    server, monkeypatch, changes, is_beside
+):
+    loops, chunks = set(), Answer.chunks
+
+    def noted(answer: Answer, *output: Any) -> Iterator[dict]:
+        loops.add(asyncio._get_running_loop())
+        return chunks(answer, *output)
+
+    monkeypatch.setattr(Answer, "chunks", noted)
+    body = json.dumps({**GREEDY, "prompt": PROMPTS[0], "stream": True, **changes}).encode()
+    with server.connect() as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        connection.sendall(f"{head}Connection: close\r\n\r\n".encode() + body)
+        with connection.makefile("rb") as file:
+            assert b"[DONE]" in file.read()
+    assert (None in loops, len(loops)) == (is_beside, 1)
 
 
 def test_models_tokens_health_version_and_metrics(server, client):

@@ -297,15 +297,24 @@ class App:
         # Not in the event loop's thread: log-probabilities of long prompts take long.
         return await asyncio.to_thread(lambda: AnyJSONResponse(write()))
 
-    async def events(self, asked: Asked) -> AsyncGenerator[dict[str, Any]]:
-        """Yields the chunks of a streamed answer. Raises: Refusal."""
+    async def events(self, asked: Asked) -> AsyncGenerator[str]:
+        """Yields the chunks of a streamed answer, as JSON. Raises: Refusal."""
         answer = self._answer(asked)
+
+        def written(number: int, output: RequestOutput) -> list[str]:
+            return [json.dumps(chunk) for chunk in answer.chunks(number, output)]
+
         async with aclosing(self.outputs(asked)) as outputs:
-            async for number, output in outputs:
-                for chunk in answer.chunks(number, output):
+            async for one in outputs:
+                if asked.echo and asked.top is not None:
+                    # Not in the event loop's thread, as in `complete`.
+                    chunks = await asyncio.to_thread(written, *one)
+                else:
+                    chunks = written(*one)
+                for chunk in chunks:
                     yield chunk
         if asked.include_usage:
-            yield answer.usage_chunk()
+            yield json.dumps(answer.usage_chunk())
 
     def _answer(self, asked: Asked) -> Answer:
         model = self.names.shown(asked.model)
@@ -378,7 +387,7 @@ class _Work:
             answer = await while_connected(receive, work)
             await answer(scope, receive, send)
 
-    async def _stream(self, events: AsyncGenerator[dict[str, Any]], send: Send) -> None:
+    async def _stream(self, events: AsyncGenerator[str], send: Send) -> None:
         """Sends the events. What fails before the first one is raised, what fails later is an
         event.
         """
@@ -388,9 +397,9 @@ class _Work:
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             with Catch() as caught:
-                await _send_event(send, json.dumps(first))
+                await _send_event(send, first)
                 async for event in events:
-                    await _send_event(send, json.dumps(event))
+                    await _send_event(send, event)
         if isinstance(caught.error, ClientDisconnect):
             raise caught.error
         if caught.error is None:
