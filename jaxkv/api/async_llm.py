@@ -75,6 +75,8 @@ class AsyncLLM(AsyncPoolingCalls):
         # One grammar is tried after the other, each for seconds at worst: in a thread of their own
         # those who wait take none from others, as the event loop's few threads would be.
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="jaxkv-grammar")
+        # Adapters are read one after the other too, but found at once where they are known.
+        self._reading = ThreadPoolExecutor(32, thread_name_prefix="jaxkv-adapter")
         # Copying a large vocabulary takes a second, in which programs are compiled.
         self._apart = self._tokenizing.submit(self._llm._intake.apart)
         self._streams: dict[Stream, None] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -42,6 +43,7 @@ class AsyncPoolingCalls:
 
     _llm: LLM
     _engine: EngineThread
+    _reading: ThreadPoolExecutor
 
     async def _apart_from_engine(self, function: Callable[..., T], *args: Any) -> T:
         raise NotImplementedError
@@ -104,8 +106,9 @@ class AsyncPoolingCalls:
         """
         given: Any = lora_request
         several = given if isinstance(given, list | tuple) else [given]
-        read = self._llm._intake.adapter_of
-        found = [await asyncio.to_thread(read, one) for one in several if one is not None]
+        read, loop = self._llm._intake.adapter_of, asyncio.get_running_loop()
+        asked = [one for one in several if one is not None]
+        found = [await loop.run_in_executor(self._reading, read, one) for one in asked]
         return [one for one in found if one is not None]
 
     async def _pool(self, make_call: Callable[[], PoolingCall[T]], lora_request: Loras) -> list[T]:

@@ -28,6 +28,7 @@ from jaxkv.config import RequestOutputKind, SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.metrics import Metric
 from jaxkv.errors import EngineDeadError
+from jaxkv.lora.request import LoRARequest
 from jaxkv.requests import grammar
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.request import Request
@@ -523,6 +524,29 @@ def test_grammars_that_take_long_hold_up_those_that_are_not_known_only(llm, monk
             may_end.set()
         assert [one.outputs for one in now] == [one.outputs for one in before]
         assert all(one.finished for one in await asyncio.gather(*others))
+
+    run(main())
+
+
+def test_those_who_wait_for_an_adapter_take_no_thread_from_others(llm, monkeypatch):
+    have_begun, may_end = threading.Event(), threading.Event()
+
+    def slow(request: LoRARequest) -> None:
+        have_begun.set()
+        may_end.wait(PATIENCE_S)
+
+    async def main() -> None:
+        monkeypatch.setattr(intake_of(llm), "adapter_of", slow)
+        lora = LoRARequest("a", 1, "a")
+        # More than asyncio's own threads are on any machine.
+        others = [asyncio.create_task(llm.add_lora(lora)) for _ in range(40)]
+        try:
+            await asyncio.to_thread(have_begun.wait, PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S / 10):
+                assert await asyncio.to_thread(int) == 0
+        finally:
+            may_end.set()
+        await asyncio.gather(*others)
 
     run(main())
 
