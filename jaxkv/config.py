@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from enum import IntEnum
@@ -92,10 +92,15 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def are_plain(ids: Sequence[Any]) -> bool:
+    """Tells whether all are Python's ints, without a call for each: there may be many."""
+    return set(map(type, ids)) <= {int}
+
+
 def own(value: Any) -> Any:
     """Returns numpy's numbers as Python's, and copies of lists, which their givers may change."""
-    if isinstance(value, list | tuple):
-        return type(value)(map(own, value)) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(value if are_plain(value) else map(own, value))
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Integral):
@@ -383,7 +388,8 @@ def _are_texts(value: Any) -> bool:
 
 
 def _are_ids(value: Any) -> bool:
-    return value is None or (isinstance(value, list | tuple) and all(map(is_int, value)))
+    is_list = isinstance(value, list | tuple)
+    return value is None or (is_list and (are_plain(value) or all(map(is_int, value))))
 
 
 def _checked_bias(given: Any) -> dict[int, float]:

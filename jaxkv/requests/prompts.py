@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict, TypeGuard
 
 import numpy as np
 
-from jaxkv.config import is_int, own
+from jaxkv.config import are_plain, is_int, own
 
 
 class TextPrompt(TypedDict):
@@ -62,11 +62,6 @@ def are_token_ids(items: Any) -> bool:
     if not isinstance(items, list | tuple) or not items:
         return False
     return are_plain(items) or all(is_int(own(x)) for x in items)
-
-
-def are_plain(ids: Sequence[Any]) -> bool:
-    """Tells whether all are Python's ints, without a call for each: a prompt may be long."""
-    return set(map(type, ids)) <= {int}
 
 
 def is_conversation(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:

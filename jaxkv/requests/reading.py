@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxkv.build.model import Model
-from jaxkv.config import EngineConfig, is_int
+from jaxkv.config import EngineConfig, are_plain, is_int
 from jaxkv.programs.process import check_process
 from jaxkv.requests.chats import Chats
 from jaxkv.requests.contents import RefusedChatError, read_messages
 from jaxkv.requests.pooling import PoolingParams
-from jaxkv.requests.prompts import Pair, Prompt, are_plain, parse
+from jaxkv.requests.prompts import Pair, Prompt, parse
 from jaxkv.requests.text import longest_token
 
 T = TypeVar("T")
