@@ -594,7 +594,10 @@ def test_error_rows_are_done_again_where_asked_and_too_many_end_the_run(tmp_path
     good, bad = line("good", CHAT, messages=[USER]), line("bad", CHAT, messages="x")
     rows = rows_of(dumped([good, bad]) + b"{\n")
     assert rows_of(dumped([good, line("bad", CHAT, messages=[USER])]) + b"\n") == rows
+    (tmp_path / "out.jsonl").rename(tmp_path / "elsewhere")
+    (tmp_path / "out.jsonl").symlink_to(tmp_path / "elsewhere")
     again = rows_of(retry_errors=True)
+    assert (tmp_path / "elsewhere").read_bytes() == dumped(again)
     assert again[0] == next(row for row in rows if row["custom_id"] == "good")
     assert (len(again), again[1]["custom_id"], again[1]["error"]) == (2, "bad", None)
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')

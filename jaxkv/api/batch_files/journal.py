@@ -232,7 +232,8 @@ def _lock(file: io.FileIO, name: str) -> None:
 
 def _without_errors(file: io.FileIO, path: str) -> io.FileIO:
     """Puts a file without the error rows in the place of this one, at once, and opens it locked."""
-    new = Path(path + ".new")
+    target = os.path.realpath(path)  # a link stays one, to what it is to
+    new = Path(target + ".new")
     with ExitStack() as undo:
         undo.callback(new.unlink, missing_ok=True)
         with open(new, "wb") as kept:
@@ -244,7 +245,7 @@ def _without_errors(file: io.FileIO, path: str) -> io.FileIO:
             os.fsync(kept.fileno())
         opened = undo.enter_context(open(new, "a+b", buffering=0))
         _lock(opened, str(new))
-        os.replace(new, path)
+        os.replace(new, target)
         undo.pop_all()
     return opened
 
