@@ -204,7 +204,8 @@ class Results:
             # A mark of its grammar ended its part of a loop: what the plan counted on did not come.
             if num_missing and request.finish_reason is None:
                 request.num_tokens = len(request.tokens)
-                request.hold.num_stored -= num_missing
+                if not request.hold.is_empty:  # new weights had it give all of that back meanwhile
+                    request.hold.num_stored -= num_missing
             if request.draw.grammar is not None and request.output.logprobs is None:
                 self._add_forced(request, request.draw.grammar)
             # Text can wait for the end of the chunk unless a stop string may end it in the middle.

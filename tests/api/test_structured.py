@@ -312,6 +312,21 @@ def test_grammars_go_on_where_requests_are_preempted_or_weights_change(llm, chec
     assert re.fullmatch("[0-9]{40}", text)
 
 
+def test_new_weights_where_a_loop_of_reasoning_is_under_way_change_no_token(llm, checkpoint):
+    """The mark ends the loop early, when its request has given its pages back."""
+    (end,) = llm.get_tokenizer().encode("<|end|>", add_special_tokens=False)
+    wanted = replace(params(regex="[0-9]{3}", reasoning=("", "<|end|>")), max_tokens=60)
+    wanted = replace(wanted, logit_bias={end: 6.0}, n=6)
+    (undisturbed,) = llm.generate("The end", wanted, use_tqdm=False)
+    found: dict[int, list[int]] = {said.index: [] for said in undisturbed.outputs}
+    for output in llm.stream("The end", wanted):
+        for said in output.outputs:
+            found[said.index] += said.token_ids
+        if len(found[0]) < 20:
+            llm.update_weights(checkpoint)
+    assert found == {said.index: said.token_ids for said in undisturbed.outputs}
+
+
 def test_what_cannot_be_followed_is_refused_at_the_front_door(llm):
     for asked, message in (
         ({"json": {"type": "objectt"}}, r"valid grammar, got Invalid type: objectt"),
