@@ -43,10 +43,13 @@ NO_CHAT = {"tools": None, "chat_template": None, "chat_template_kwargs": None}
 
 
 class Claim:
-    """Keeps pages of these keys in the prefix cache longer than others, while anybody has it."""
+    """Keeps pages of these keys in the prefix cache longer than others, while anybody has it.
 
-    def __init__(self, engine: Engine, keys: Sequence[bytes]) -> None:
-        self.keys = keys
+    secret: with which the engine made keys before these were made.
+    """
+
+    def __init__(self, engine: Engine, keys: Sequence[bytes], secret: bytes = b"") -> None:
+        self.keys, self.secret = keys, secret
         engine.pins.add(self, keys)
 
 
@@ -69,6 +72,11 @@ class Home:
     def adapter(self) -> Adapter | None:
         """Returns the adapter as its files are now. Raises: ValueError."""
         return self.intake.adapter_of(self.lora_request)
+
+    def claim(self, tokens: Sequence[int], adapter: Adapter | None) -> Claim:
+        """Makes a claim on the pages of these tokens."""
+        secret = self.engine.secret  # first: what weights replace meanwhile is claimed anew
+        return Claim(self.engine, self.intake.page_keys(tokens, self.salt, adapter), secret)
 
     def own_origin(self) -> Origin:
         """Returns what the engine's keys and values are of."""
@@ -104,9 +112,7 @@ class BaseSession:
         claim: Claim | None = None,
     ) -> None:
         self._home, self._tokens, self._messages = home, tokens, messages
-        if claim is None:
-            claim = Claim(home.engine, home.intake.page_keys(tokens, home.salt, home.adapter))
-        self._claim: Claim | None = claim
+        self._claim: Claim | None = claim or home.claim(tokens, home.adapter)
 
     @classmethod
     def restored(cls, home: Home, path: Path, saved: SavedPages, *, convert: bool) -> Self:
@@ -139,8 +145,7 @@ class BaseSession:
                 f"(SHA-256 {digest or 'of none'}), got {own_digest or 'none'}"
             )
         insert(home.engine, saved, home.intake.page_root(home.salt, adapter, context))
-        claim = Claim(home.engine, home.intake.page_keys(tokens, home.salt, adapter))
-        return cls(home, tokens, messages, claim)
+        return cls(home, tokens, messages, home.claim(tokens, adapter))
 
     @classmethod
     def begin(cls, home: Home, prompt: Any) -> Self:
@@ -191,7 +196,7 @@ class BaseSession:
             return None
         from jaxkv.pictures.tables import TokenPage, sequence_html
 
-        home, keys = self._home, self._claim.keys
+        home, keys = self._home, self._open().keys
         with home.engine.lock:
             allocator = home.engine.scheduler.allocator
             where = [next(iter(allocator.listed([key])), None) for key in keys]
@@ -314,9 +319,12 @@ class BaseSession:
         return other._messages[: len(self._messages)] == self._messages
 
     def _open(self) -> Claim:
-        if self._claim is None:
+        claim = self._claim
+        if claim is None:
             raise ValueError("expected an open session, got one that was closed")
-        return self._claim
+        if claim.secret != self._home.engine.secret:  # the weights were replaced, and so were keys
+            claim = self._claim = self._home.claim(self.tokens, self._home.adapter)
+        return claim
 
     def _longer(self, piece: Piece) -> Self:
         """Returns the session with this behind it, computing nothing."""

@@ -108,6 +108,20 @@ def test_sessions_find_their_pages_after_an_update_that_was_cut_off(
     assert tokens(llm) == want[0]
 
 
+def test_sessions_of_before_claim_the_pages_of_the_new_weights(llm, old):
+    session = llm.session({"prompt_token_ids": PROMPTS[2]})
+    (fork,) = session.fork(1)
+    llm.update_weights(old)
+    assert session.pages == ()
+    later, _ = session.generate(SamplingParams(max_tokens=1, ignore_eos=True))
+    assert len(session.pages) == len(PROMPTS[2]) // 8
+    assert session.pages == fork.pages == later.pages[: len(session.pages)]
+    del later
+    engine = engine_of(llm)
+    engine.check()
+    assert len(engine.scheduler.allocator.pins) == len(session.pages)
+
+
 def deleted() -> jax.Array:
     array = jnp.ones(48)
     array.delete()
