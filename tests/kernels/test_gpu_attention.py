@@ -42,8 +42,9 @@ from tiers import some
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 needs_interpreter = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason="the interpreter of jax 0.10 knows no transposed parts of references",
+    jax.__version_info__ < (0, 12),
+    reason="the interpreter of jax 0.10 knows no transposed parts of references, that of 0.11 has "
+    "each warpgroup see the last arrival at a barrier, which nobody waits for",
 )
 DECODE = [
     Shape(),
