@@ -186,6 +186,11 @@ class PagedKV:
         pages = [pool for store in self.stores for pool in store.pools]
         return pages + [array for arrays in self.states for array in arrays]
 
+    @property
+    def nbytes(self) -> int:
+        """Counts the bytes of the pools, on all devices."""
+        return sum(pool.nbytes for pool in self.pools)
+
 
 def empty_store(
     *,

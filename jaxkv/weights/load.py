@@ -337,8 +337,8 @@ def _packed(
         if isinstance(checkpoint, Dequantised):
             yield from checkpoint.packed(name, packing, leaf.one.part)
             return
-        matrices = (w_FD for x in _parts(checkpoint, leaf, name) for w_FD in x.reshape(-1, F, D))
-        for number, given in enumerate(matrices):
+        stored = (w_FD for x in _parts(checkpoint, leaf, name) for w_FD in x.reshape(-1, F, D))
+        for number, given in enumerate(stored):
             w_FD = np.empty((F, D), np.float32)
             _convert(given, w_FD, _what(checkpoint, name), leaf, kept.check, number * w_FD.size)
             yield kept.quantise(w_FD, packing)

@@ -109,7 +109,7 @@ def test_deepseek_v3_keeps_576_numbers_per_token_and_layer(tmp_path):
     config = CONFIG | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
     llm = new_llm(make_checkpoint(tmp_path, config), num_gpu_blocks_override=16)
     assert "576 numbers per token and layer in float32" in llm.describe()
-    assert sum(pool.nbytes for pool in engine_of(llm).kv.pools) == 16 * 8 * 2 * 576 * 4
+    assert engine_of(llm).kv.nbytes == 16 * 8 * 2 * 576 * 4
 
 
 @pytest.mark.parametrize(
