@@ -351,13 +351,13 @@ class LLM(PoolingCalls):
 
     def update_weights(self, weights: str | os.PathLike[str] | Mapping[str, Any]) -> None:
         """Computes with other weights of the same model from now on: all of them, or after an
-        error none. Nothing compiles, the prefix cache and what stands behind it are emptied, and
-        requests under way go on from the tokens that they have, computed anew.
+        error none. No program of the engine compiles, the prefix cache and what stands behind it
+        are emptied, and requests under way go on from the tokens that they have, computed anew.
 
         weights: a directory or hub id, or numpy or jax arrays: under a checkpoint's names, nested
         at any dot, or in jaxkv's own tree (`jaxkv.functional.load(...).weights`). They become what
-        loading makes of them. An engine that is awake has room for old and new ones at once, or
-        `sleep(level=2)` comes first.
+        loading makes of them, those of jax from device to device. An engine that is awake has room
+        for old and new ones at once, or `sleep(level=2)` comes first.
         Raises: CheckpointError for missing, unknown or misshapen tensors, values that are not
         finite and another model's config.json, ValueError for other things, CapacityError.
         """

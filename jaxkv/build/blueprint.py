@@ -38,6 +38,7 @@ from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, Xla, choose_bac
 from jaxkv.placement import TENSOR, Placement, kv_parts, place
 from jaxkv.programs.compiled import Programs
 from jaxkv.programs.draft import Draft
+from jaxkv.programs.filling import fill
 from jaxkv.programs.rounding import quantise
 from jaxkv.weights.adapters import empty_adapters
 from jaxkv.weights.dummy import leaf_arrays, sure_leaves, weight_shapes
@@ -158,6 +159,7 @@ class Blueprint:
             check=self.options.load_format != "unchecked",
             quantization=self.quantization,
             quantise=quantise,
+            fill=fill,
         )
 
     # --- what it takes, in bytes of one device

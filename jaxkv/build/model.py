@@ -87,13 +87,7 @@ class Model:
         """Returns the model with its weights on the blueprint's devices. Raises: CheckpointError,
         OSError, CapacityError for weights that are sure not to fit, before they are read.
         """
-        check_room(
-            blueprint.placement.devices[0],
-            blueprint.weight_bytes,
-            f"weights of {self.directory}",
-            "quantise them (quantization), divide them over more devices (tensor_parallel_size), "
-            "or free memory (before update_weights: sleep(level=2))",
-        )
+        self._check_room(blueprint, f"weights of {self.directory}")
         weights, pooling, draft = self._load(blueprint), self.pooling, self.draft
         if draft is not None and blueprint.draft is not None:
             draft = draft.loaded(blueprint.draft)
@@ -101,6 +95,16 @@ class Model:
             files, size = self._files(blueprint.options), self.spec.hidden_size
             pooling = pooling.loaded(files, self.layout, size)
         return replace(self, pooling=pooling, draft=draft)._fitted(weights, blueprint)
+
+    @staticmethod
+    def _check_room(blueprint: Blueprint, what: str) -> None:
+        check_room(
+            blueprint.placement.devices[0],
+            blueprint.weight_bytes,
+            what,
+            "quantise them (quantization), divide them over more devices (tensor_parallel_size), "
+            "or free memory (before update_weights: sleep(level=2))",
+        )
 
     def updated(self, blueprint: Blueprint, source: Any) -> Model:
         """Returns the model with other weights, of a directory or hub id or of arrays
@@ -111,6 +115,7 @@ class Model:
         ValueError for what is no weights at all, OSError.
         """
         if isinstance(source, Mapping):
+            self._check_room(blueprint, "weights")
             weights, pooling = self._load(blueprint, source), self.pooling
             if pooling is not None:
                 arrays, embed = flat(source), self.layout.top["embed"].source

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkv.errors import CheckpointError
@@ -116,7 +117,9 @@ class Pooling:
                     arrays["lm_head.weight"] = checkpoint.read(found[0])
             return self.with_head(arrays, directory, hidden_size)
 
-    def with_head(self, arrays: Mapping[str, np.ndarray], where: Path, hidden_size: int) -> Pooling:
+    def with_head(
+        self, arrays: Mapping[str, np.ndarray | jax.Array], where: Path, hidden_size: int
+    ) -> Pooling:
         """Returns it with a classifier's head of these arrays. Raises: CheckpointError."""
         if not self.labels:
             return self

@@ -21,6 +21,7 @@ from jaxkv.weights.load import (
     is_finite,
     load_weights,
 )
+from jaxkv.weights.safetensors import in_host_memory
 from jaxkv.weights.tree import LAYERS, TreeLeaf, make_tree, tree_leaves
 
 BITS = np.dtype(np.uint16)
@@ -31,7 +32,8 @@ def take_weights(
 ) -> dict[str, Any]:
     """Returns what `load_weights` gives, of numpy or jax arrays: under a checkpoint's names, in
     dicts that may be nested at every dot, or in the tree of `weights.tree`, where each is whole
-    and not quantised. All are copied.
+    and not quantised. All are copied; floats of jax from device to device, where they are not
+    quantised here.
 
     Raises: ValueError for what is no such tree, CheckpointError as `load_weights` does.
     """
@@ -48,6 +50,11 @@ def take_weights(
 
     def put_one(leaf: TreeLeaf) -> dict[str, Array]:
         given, packing = arrays[leaf.path], kept.packing(leaf)
+        if isinstance(given, jax.Array):
+            is_plain = packing is None and leaf.one.info.below is None
+            if is_plain and (found := kept.filled(leaf, [given])) is not None:
+                return found
+            given = in_host_memory(given)
         given = given.view(jnp.bfloat16) if given.dtype == BITS else given
         if packing is None:
             return kept.put(copied(given, leaf, leaf.kept_as(kept.dtype)), leaf)
@@ -72,9 +79,9 @@ def take_weights(
     return make_tree((leaf, put_one(leaf)) for leaf in leaves)
 
 
-def flat(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def flat(tree: Mapping[str, Any]) -> dict[str, np.ndarray | jax.Array]:
     """Returns the arrays of a tree by their paths. Raises: ValueError for anything else in it."""
-    found: dict[str, np.ndarray] = {}
+    found: dict[str, np.ndarray | jax.Array] = {}
 
     def take(prefix: str, branch: Mapping[str, Any]) -> None:
         for key, value in branch.items():
@@ -96,7 +103,7 @@ def flat(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
                 raise ValueError(f"weights: {name}: expected an array, got one that was deleted")
             if name in found:
                 raise ValueError(f"weights: expected one array {name}, got two")
-            found[name] = np.asarray(value)
+            found[name] = value if isinstance(value, jax.Array) else np.asarray(value)
 
     try:
         take("", tree)
@@ -105,7 +112,9 @@ def flat(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return found
 
 
-def _check(arrays: Mapping[str, np.ndarray], leaves: list[TreeLeaf], family: str) -> None:
+def _check(
+    arrays: Mapping[str, np.ndarray | jax.Array], leaves: list[TreeLeaf], family: str
+) -> None:
     """Raises: CheckpointError naming every missing, unexpected or misshapen array."""
     known = {leaf.path: leaf for leaf in leaves}
     problems = [f"missing array {path}" for path in known if path not in arrays]

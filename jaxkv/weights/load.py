@@ -17,11 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxkv.axes import Array, ArrayInfo
 from jaxkv.config import bfloat16_as_bits
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout, Leaf
+from jaxkv.models.families.base import Part
 from jaxkv.models.families.experts import in_other_form
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.matrices import values
@@ -41,6 +43,9 @@ from jaxkv.weights.safetensors import Checkpoint
 from jaxkv.weights.tree import HEAD, TreeLeaf, is_matrix, make_tree, tree_leaves
 
 Tensors = Checkpoint | Dequantised
+Fill = Callable[..., tuple[Array, Array]]
+"""`programs.filling.fill`."""
+
 Told = Callable[[int], object]
 """Takes how many values more have been read."""
 
@@ -65,7 +70,7 @@ class Kept:
     """Says how weights are kept: on the devices of `placement` as `dtype` (`TreeLeaf.kept_as`),
     bfloat16 as raw uint16 bits if `as_bits`. Matrices that are not stored quantised are quantised
     by the method `quantization` (`packing.METHODS`), which `quantise` does. Without `check` nobody
-    looks at the values.
+    looks at the values. `fill` puts arrays that are on devices in their place.
     """
 
     dtype: str
@@ -74,6 +79,7 @@ class Kept:
     check: bool = True
     quantization: str | None = None
     quantise: Quantise = needs_a_program
+    fill: Fill | None = None
 
     @property
     def placed(self) -> Placement:
@@ -96,6 +102,34 @@ class Kept:
         is_short = host.dtype.itemsize == 2
         host = host.view(np.uint16) if self.as_bits and is_short else host
         return {"": put(host, leaf.name, self.placement)}
+
+    def filled(
+        self, leaf: TreeLeaf, given: Sequence[jax.Array], part: Part | None = None
+    ) -> dict[str, Array] | None:
+        """Makes a leaf of floats that is not kept quantised of arrays on devices, or of that part
+        of each: one after the other, so that no more than one has a copy meanwhile. None where they
+        are not in the order of the leaf's first axes, or a value is not finite.
+        """
+        shape = leaf.shape
+        counts = (math.prod(shape[:front]) for front in range(len(shape) + 1))
+        front = next((i for i, count in enumerate(counts) if count == len(given)), None)
+        if front is None or self.fill is None:
+            return None
+        axes = self.placed.weight(leaf.name, shape)
+        where = self.placed.sharding(axes)
+        dtype = leaf.kept_as(self.dtype)
+        is_bits = self.as_bits and dtype.itemsize == 2
+        stack = jnp.zeros(shape, np.uint16 if is_bits else dtype, device=where)
+        is_finite = jnp.ones((), bool, device=self.placed.sharding())
+        divided, whole = PartitionSpec(*axes[front:]), PartitionSpec()
+        for number, one in enumerate(given):
+            place = np.unravel_index(number, shape[:front]) if front else ()
+            starts = tuple(np.asarray(i, np.int32) for i in place)
+            parts = divided if one.shape == shape[front:] else whole
+            here = jax.device_put(one, self.placed.sharding(parts))
+            stack, is_finite = self.fill(stack, is_finite, here, starts, part, where)
+            stack.block_until_ready()
+        return {"": stack} if not self.check or is_finite else None
 
     def quantised(
         self, matrices: Iterable[np.ndarray], shape: tuple[int, ...], packing: Packing
@@ -146,6 +180,10 @@ def load_weights(
                 packing = _packing(checkpoint, leaf, kept)
                 if packing is not None:
                     return kept.put_packed(_packed(checkpoint, leaf, packing, kept, told), leaf)
+                given = _on_devices(checkpoint, leaf)
+                if given and (found := kept.filled(leaf, given, leaf.one.part)) is not None:
+                    told(math.prod(leaf.shape))
+                    return found
                 host = _stack(checkpoint, leaf, leaf.kept_as(kept.dtype), kept.check, told)
                 return kept.put(host, leaf)
 
@@ -316,6 +354,17 @@ def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
     """Puts a leaf of the weight tree on its devices, on the default one without a placement."""
     where = None if placement is None else placement.sharding(placement.weight(name, host.shape))
     return jax.device_put(host, where).block_until_ready()
+
+
+def _on_devices(checkpoint: Tensors, leaf: TreeLeaf) -> list[jax.Array]:
+    """Returns the arrays of a leaf of floats if all of them are on devices, else none."""
+    if isinstance(checkpoint, Dequantised) or leaf.one.info.below is not None:
+        return []
+    if leaf.one.pieces is not None:  # which may be of several sizes
+        return []
+    given = (checkpoint.on_devices(name) for name in leaf.sources)
+    found = [one for one in given if one is not None]
+    return found if len(found) == len(leaf.sources) else []
 
 
 def _packing(checkpoint: Tensors, leaf: TreeLeaf, kept: Kept) -> Packing | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ SINGLE_NAME = "model.safetensors"
 IN_MEMORY = Path("arrays in memory")
 """Stands for the directory of tensors that are in no file."""
 
-Maps = dict[Path, mmap.mmap | memoryview]
+Maps = dict[Path, mmap.mmap | memoryview | jax.Array]
 MAX_JSON_BYTES = 100_000_000
 MAX_TENSORS = 2**20
 MAX_RANK = 8
@@ -130,20 +131,25 @@ class Checkpoint:
         return cls(file.parent, {entry.name: entry for entry in entries}, {file: mapping})
 
     @classmethod
-    def of_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Checkpoint:
-        """Makes a checkpoint of arrays in memory, which it reads without a copy."""
+    def of_arrays(cls, arrays: Mapping[str, npt.NDArray[Any] | jax.Array]) -> Checkpoint:
+        """Makes a checkpoint of arrays: those of numpy are read without a copy, those of jax stay
+        on their devices until they are read.
+        """
         entries: dict[str, TensorEntry] = {}
         maps: Maps = {}
         for name, array in arrays.items():
-            whole, file = np.ascontiguousarray(array), IN_MEMORY / name
-            maps[file] = whole.reshape(-1).view(np.uint8).data
+            file = IN_MEMORY / name
+            if isinstance(array, jax.Array):
+                maps[file] = array
+            else:
+                maps[file] = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             entries[name] = TensorEntry(
                 name=name,
                 file=file,
-                dtype=whole.dtype,
+                dtype=array.dtype,
                 shape=array.shape,
                 start=0,
-                nbytes=whole.nbytes,
+                nbytes=array.nbytes,
             )
         return cls(IN_MEMORY, entries, maps)
 
@@ -188,10 +194,17 @@ class Checkpoint:
         Raises: CheckpointError if there is no such tensor, ValueError after `close`.
         """
         entry, mapping = self._locate(name)
+        if isinstance(mapping, jax.Array):
+            return in_host_memory(mapping)
         flat = np.frombuffer(
             mapping, dtype=entry.dtype, count=math.prod(entry.shape), offset=entry.start
         )
         return flat.reshape(entry.shape)
+
+    def on_devices(self, name: str) -> jax.Array | None:
+        """Returns the tensor if it is an array of jax. Raises: as `read`."""
+        _, mapping = self._locate(name)
+        return mapping if isinstance(mapping, jax.Array) else None
 
     def release(self, name: str) -> None:
         """Takes the tensor's pages out of this process; a view still alive reads them again from
@@ -217,7 +230,7 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _locate(self, name: str) -> tuple[TensorEntry, mmap.mmap | memoryview]:
+    def _locate(self, name: str) -> tuple[TensorEntry, mmap.mmap | memoryview | jax.Array]:
         entry = self.entries.get(name)
         if entry is None:
             raise _wrong(
@@ -231,6 +244,11 @@ class Checkpoint:
                 f"{self.directory}: the checkpoint is closed; read tensors before close()"
             )
         return entry, self._maps[entry.file]
+
+
+def in_host_memory(x: jax.Array) -> npt.NDArray[Any]:
+    """Copies an array to host memory, which jax would keep as long as the array itself lives."""
+    return np.asarray(x.copy())
 
 
 def _wrong(

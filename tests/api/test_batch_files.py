@@ -852,6 +852,25 @@ def test_a_second_process_is_refused_while_the_first_one_writes(tmp_path, files)
     assert files(name="killed")[0] == want
 
 
+def test_an_output_that_another_process_has_replaced_by_now_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text("{}")
+    output, other = tmp_path / "out.jsonl", tmp_path / "other.jsonl"
+    other.write_text("")
+    lock = journal.lock
+
+    def lock_late(file: object) -> None:
+        other.replace(output)  # what taking error rows out ends with
+        lock(file)
+
+    monkeypatch.setattr(journal, "lock", lock_late)
+    with (
+        (tmp_path / "in.jsonl").open("rb") as lines,
+        pytest.raises(ValueError, match="another process has put a new file here"),
+        open_output(output, lines),
+    ):
+        raise AssertionError("opened a file that has no name any more")
+
+
 def as_openai(line: dict) -> dict:
     """The same line as OpenAI writes it."""
     body = {"model": "demo", "prompt": line["prompt"], **line["params"]}

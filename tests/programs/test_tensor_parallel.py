@@ -50,7 +50,9 @@ FAST = "vocabulary divided"
 # In a process of its own: how many devices a CPU has is fixed when JAX starts.
 RUN = """
 import json, sys
+from pathlib import Path
 import jax, numpy as np
+from safetensors.numpy import load_file
 from jaxkv import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from jaxkv.engine import results
 from jaxkv.programs.fit_keys import fit_keys
@@ -100,6 +102,17 @@ def adapted(size):
         "logprobs": [logprob for output in outputs for logprob in logprobs(output)],
     }
 
+def refilled(llm):
+    # By other weights and back, each time of arrays that are all on one device, the last one.
+    own = model_of(llm).weights
+    places, old = jax.tree.map(lambda x: x.sharding, own), jax.tree.map(np.array, own)
+    named = {name: x for file in Path(path).glob("*.safetensors") for name, x in load_file(file).items()}
+    for tree in (jax.tree.map(np.zeros_like, old), named, old):
+        llm.update_weights(jax.device_put(tree, jax.devices()[-1]))
+        new = model_of(llm).weights
+        assert jax.tree.map(lambda x: x.sharding, new) == places
+        yield all(jax.tree.leaves(jax.tree.map(np.array_equal, new, old)))
+
 def run(size):
     llm = LLM(path, dtype=dtype, kv_cache_dtype=kv_dtype, tensor_parallel_size=size, skip_tokenizer_init=True,
               lazy_compile=True,
@@ -127,6 +140,7 @@ def run(size):
         "described": llm.describe(),
         "bounded": {policy: bounded(size, policy) for policy in policies.split(",") if policy},
         "adapted": adapted(size) if adapters else None,
+        "refilled": list(refilled(llm)),
     }
 
 print(json.dumps([run(int(size)) for size in sizes]))
@@ -171,6 +185,10 @@ def test_every_number_of_devices_gives_the_same_tokens(runs):
         np.testing.assert_allclose(other["affine"], one["affine"], rtol=0, atol=1e-5)
     assert any(one["cached"])
     assert np.abs(one["affine"]).max() > 0.01
+
+
+def test_arrays_of_one_device_become_weights_that_are_divided(runs):
+    assert [one["refilled"] for one in runs] == [[False, True, True]] * len(runs)
 
 
 def test_every_number_of_devices_gives_the_same_tokens_with_adapters(runs):

@@ -215,6 +215,9 @@ def open_output(
         if os.path.samestat(status, os.fstat(source.fileno())):
             raise ValueError(f"{name}: expected an output that is not the input")
         _lock(file, name)
+        # Another process that took error rows out may have ended in between.
+        if not os.path.exists(name) or not os.path.samestat(status, os.stat(name)):
+            raise ValueError(f"{name}: another process has put a new file here: start again")
         with closing(_without_errors(file, name) if retry_errors else file) as output:
             rows = RowFile(output, name)
             try:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from jaxkv.axes import ArrayInfo
@@ -27,6 +28,9 @@ LAYER = "model.layers.{layer}."
 """Begins the names of a layer's tensors in most families."""
 
 Form = TypeVar("Form", bound=Hashable)
+
+
+Arrays = TypeVar("Arrays", np.ndarray, jax.Array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,12 @@ class Part:
         *front, rows, columns = self.shape
         return self.shape, (*front, columns, rows)
 
-    def take(self, stored: np.ndarray) -> np.ndarray:
+    def take(self, stored: Arrays) -> Arrays:
+        """Returns the array, of one of numpy or of jax."""
         rows = self._in_order(stored)
         return self.of_rows(rows.reshape(-1, *rows.shape[2:]) if self.of_all else rows)
 
-    def pieces(self, stored: np.ndarray, num_experts: int) -> Iterator[np.ndarray]:
+    def pieces(self, stored: Arrays, num_experts: int) -> Iterator[Arrays]:
         """Gives the array in pieces one behind the other: those of so many experts in one tensor
         one by one, so that no copy is of all of them, or the whole.
         """
@@ -72,13 +77,13 @@ class Part:
         part = self.of_one(num_experts)
         yield from map(part.of_rows, self._in_order(stored))
 
-    def _in_order(self, stored: np.ndarray) -> np.ndarray:
+    def _in_order(self, stored: Arrays) -> Arrays:
         """Returns the tensor with its axes as the array has them."""
         if self.either_way and stored.shape != self.shape:
             stored = stored.swapaxes(-1, -2)
         return stored.swapaxes(-1, -2) if self.transposed else stored
 
-    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+    def of_rows(self, rows: Arrays) -> Arrays:
         """Takes the part of rows that are in the order of the array's."""
         blocks = rows.reshape(self.num_blocks, -1, *rows.shape[1:])[:, self.start : self.stop]
         if self.turn:
