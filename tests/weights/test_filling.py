@@ -1,6 +1,5 @@
 """Arrays of jax become the weights that arrays of numpy become, from device to device."""
 
-import weakref
 from pathlib import Path
 
 import jax
@@ -17,7 +16,6 @@ from jaxkv.weights import arrays as own_trees
 from jaxkv.weights import safetensors
 from jaxkv.weights.arrays import take_weights
 from jaxkv.weights.load import Kept
-from jaxkv.weights.safetensors import in_host_memory
 from tiny import make_checkpoint, tiny_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -64,9 +62,3 @@ def test_what_is_not_finite_on_a_device_is_named(tmp_path):
         take_weights(given, spec, layout, Kept(dtype="float32", fill=fill))
     unchecked = take_weights(given, spec, layout, Kept(dtype="float32", fill=fill, check=False))
     assert np.isnan(unchecked["layers"]["up"][1, 0, 7])
-
-
-def test_a_copy_in_host_memory_ends_with_who_reads_it():
-    x = jnp.arange(5.0)
-    copy = weakref.ref(in_host_memory(x))
-    assert copy() is None
