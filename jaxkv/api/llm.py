@@ -356,8 +356,8 @@ class LLM(PoolingCalls):
 
         weights: a directory or hub id, or numpy or jax arrays: under a checkpoint's names, nested
         at any dot, or in jaxkv's own tree (`jaxkv.functional.load(...).weights`). They become what
-        loading makes of them, those of jax from device to device. An engine that is awake has room
-        for old and new ones at once, or `sleep(level=2)` comes first.
+        loading makes of them, on accelerators from device to device. An engine that is awake has
+        room for old and new ones at once, or `sleep(level=2)` comes first.
         Raises: CheckpointError for missing, unknown or misshapen tensors, values that are not
         finite and another model's config.json, ValueError for other things, CapacityError.
         """

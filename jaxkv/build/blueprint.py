@@ -159,7 +159,7 @@ class Blueprint:
             check=self.options.load_format != "unchecked",
             quantization=self.quantization,
             quantise=quantise,
-            fill=fill,
+            fill=None if self.platform == "cpu" else fill,
         )
 
     # --- what it takes, in bytes of one device

@@ -29,7 +29,8 @@ def fill(
     piece = given if part is None else part.take(given)
     is_bits = stack.dtype == bits
     piece = piece.astype(short if is_bits else stack.dtype)
-    is_finite &= jnp.isfinite(piece).all()
+    # NaN is no less than infinity; `isfinite` and `all` take three times as long on a CPU.
+    is_finite &= jnp.abs(piece).max(initial=0) < jnp.inf
     piece = jax.lax.bitcast_convert_type(piece, bits) if is_bits else piece
     inner = stack.shape[len(place) :]
     piece = piece.reshape((1,) * len(place) + inner)

@@ -32,8 +32,7 @@ def take_weights(
 ) -> dict[str, Any]:
     """Returns what `load_weights` gives, of numpy or jax arrays: under a checkpoint's names, in
     dicts that may be nested at every dot, or in the tree of `weights.tree`, where each is whole
-    and not quantised. All are copied; floats of jax from device to device, where they are not
-    quantised here.
+    and not quantised. All are copied.
 
     Raises: ValueError for what is no such tree, CheckpointError as `load_weights` does.
     """

@@ -70,7 +70,8 @@ class Kept:
     """Says how weights are kept: on the devices of `placement` as `dtype` (`TreeLeaf.kept_as`),
     bfloat16 as raw uint16 bits if `as_bits`. Matrices that are not stored quantised are quantised
     by the method `quantization` (`packing.METHODS`), which `quantise` does. Without `check` nobody
-    looks at the values. `fill` puts arrays that are on devices in their place.
+    looks at the values. `fill` puts arrays of devices in their place; without it they are read in
+    host memory.
     """
 
     dtype: str
