@@ -182,12 +182,12 @@ def _jobs(
     import jax
 
     from jaxkv.ops.attention import BACKENDS
-    from jaxkv.tools.selftest_shapes import PLATFORMS, SHAPES
+    from jaxkv.tools.selftest_shapes import GPU_INTERPRETED_FROM, PLATFORMS, SHAPES
 
     on_cpu = device.platform == "cpu"
     kernels = [one for one, platform in PLATFORMS.items() if platform == device.platform or on_cpu]
-    if kernel is None and on_cpu and jax.__version_info__ < (0, 11):
-        kernels.remove("mosaic_gpu")  # which the interpreter of jax 0.10 does not take
+    if kernel is None and on_cpu and jax.__version_info__ < GPU_INTERPRETED_FROM:
+        kernels.remove("mosaic_gpu")
     if not kernels or kernel not in (None, *kernels):
         raise ValueError(
             f"selftest: expected one of {', '.join(PLATFORMS)} on its own device or on a CPU, got "

@@ -17,6 +17,12 @@ from jaxkv.programs.selftest import WINDOW, Case, cases_of
 PLATFORMS = {"pallas_tpu": "tpu", "mosaic_gpu": "gpu"}
 """Kernels are for one of these."""
 
+GPU_INTERPRETED_FROM = (0, 12)
+"""A jax before has an interpreter that does not take the GPU kernels: that of 0.10 knows no
+transposed parts of references, that of 0.11 has each warpgroup see the last arrival at a barrier,
+which nobody waits for.
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:

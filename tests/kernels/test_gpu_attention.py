@@ -20,6 +20,7 @@ from jaxkv.kv.state import PagedKV, PageTables, Store, copy_pages, empty_store
 from jaxkv.ops.attention import Batch, Heads, Place, Terms
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.xla import Xla
+from jaxkv.tools.selftest_shapes import GPU_INTERPRETED_FROM
 from kernels_pallas import gpu
 from kernels_pallas.rows import Rows
 from ragged import (
@@ -42,9 +43,7 @@ from tiers import some
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 needs_interpreter = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12),
-    reason="the interpreter of jax 0.10 knows no transposed parts of references, that of 0.11 has "
-    "each warpgroup see the last arrival at a barrier, which nobody waits for",
+    jax.__version_info__ < GPU_INTERPRETED_FROM, reason="an interpreter that does not take them"
 )
 DECODE = [
     Shape(),

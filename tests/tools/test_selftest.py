@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxkv.api import cli
@@ -145,6 +146,13 @@ def test_the_usual_shapes_have_every_codec_and_mechanism():
         assert any(one.heads.window and one.heads.cap and one.heads.has_sinks for one in usual)
         for shape in usual:
             assert [case.decode_only for case in shape.cases()] == [True, False]
+
+
+@pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 2), (0, 12, 0)])
+def test_an_interpreter_is_given_what_it_takes(monkeypatch, version):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    kernels = {kernel for kernel, *_ in selftest._jobs(jax.devices()[0], None, every=False)}
+    assert kernels == (set(PLATFORMS) if version >= (0, 12) else {"pallas_tpu"})
 
 
 @pytest.mark.slow
