@@ -3,15 +3,14 @@
 The kernels see pages [L*P, C, S, X] with X a multiple of 128, C rows of heads, and queries [.., J,
 M, X] that meet row j of a page as keys and row j + `values` of it as values:
 
-kind   when              C   X    row of a page                               query of head n
-       output lanes
-whole  H % 128 = 0       2K  H    j < K: keys of head j; then values          its H lanes
-       all
-pairs  H = 64, K even    K   128  j < K/2: keys of heads 2j | 2j+1; values    its half, zeros else
-its half beside H = 64, K odd     K   128  key of head j | value of head j             left half,
-                                  zeros right right half
-latent one row is key X/128 128  lanes 128 j.. of the row                     all X lanes, one
-       and value                                                              group of them all
+kind    when                    C      X    row of a page                            query of head n
+whole   H % 128 = 0             2K     H    j < K: keys of head j; then values       all lanes
+pairs   H = 64, K even          K      128  j < K/2: keys of heads 2j, 2j+1; values  its half
+beside  H = 64, K odd           K      128  key of head j, value of head j           left half
+latent  a row is key and value  H/128  128  lanes 128 j .. of a row                  all lanes, J=1
+
+Other lanes of a query are zeros. A head's result is in the lanes of its query, with `beside` in
+the right half, with `latent` in as many as a value has.
 
 A product with zeros costs nothing where the matmul unit is 128 wide anyhow. `pairs` takes half the
 matmuls and softmax passes of `beside` (heads 2j and 2j+1 share them), which leaves one KV head per
