@@ -650,8 +650,13 @@ def _deployments(args: argparse.Namespace) -> list[Deployment]:
     os.environ.update(ENVIRONMENT)
     from jaxkv.tools.deployment import deploy
 
-    targets = [parse_target(target) for target in args.target]
-    return [deploy(args.model, target, **_engine_options(args, "plan")) for target in targets]
+    found = []
+    for target in [parse_target(text) for text in args.target]:
+        try:
+            found.append(deploy(args.model, target, **_engine_options(args, "plan")))
+        except ValueError as error:  # devices that nobody counted may not divide the model
+            raise ValueError(f"{target}: {error}") from error
+    return found
 
 
 def _check_plan(args: argparse.Namespace) -> None:
