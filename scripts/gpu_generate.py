@@ -4,7 +4,7 @@ reaches, and a mixed load.
     python scripts/gpu_generate.py --json out.json
     # anywhere
     python scripts/gpu_generate.py --shape toy --batches 1,2 --contexts 32 --requests 8 \
-        --backends xla
+        --backends xla --copy-mib 16
 
 Llama-3.1-8B's shape with random bfloat16 weights. For each backend, in a process of its own: decode
 at each batch and context, seconds per step and share of the roofline, which is the bytes that a
