@@ -83,9 +83,9 @@ axis.grid(alpha=0.3)
 plt.show()
 
 # %% [markdown]
-# Which one to take: int8 costs next to nothing and runs in the TPU and GPU kernels too, so it is
-# what to try first. int4 is for when memory is what you lack (TPU kernels and XLA). The turboquant
-# codecs run on XLA only, and take more time to decode.
+# Which one to take: int8 costs next to nothing, so it is what to try first. int4 is for when memory
+# is what you lack. The TPU and GPU kernels take both. The turboquant codecs run on XLA only,
+# and take more time to decode.
 #
 # ## Bounding the cache instead
 #
