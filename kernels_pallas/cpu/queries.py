@@ -193,7 +193,7 @@ class Group:
             f.store(f"{FOUR} {four}", self.scores, f.mul(place, 4), align=16)
 
     def _mask(self, oldest: str, stop: str, slot: str, place: str) -> None:
-        """Caps eight scores, and masks those of slots that are not seen."""
+        """Caps a vector of scores, and masks those of slots that are not seen."""
         f, at = self.f, self.f.at(self.scores, self.f.mul(place, 4))
         with f.where(f.let("fcmp une float %cap, 0.0")):
             cap = f.filled("float", "%cap")
@@ -264,7 +264,7 @@ class Page:
 
 
 def _read(f: Function, dtype: str, address: str, column: str) -> str:
-    """Reads eight numbers of a key or value, as float32."""
+    """Reads a vector of a key or value, as float32."""
     if dtype == "bfloat16":
         return of_bfloat16(f, address, f.mul(column, 2))
     if dtype == "float32":
