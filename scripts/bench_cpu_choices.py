@@ -32,14 +32,14 @@ from jaxkv.ops.layers import _linear_in_pieces
 from jaxkv.ops.matrices import Matrix, Packed
 
 
-def median_ms(f: Callable[..., Any], *args: Any, calls: int = 15) -> float:
+def median_ms(f: Callable[..., Any], *args: Any) -> float:
     jax.block_until_ready(f(*args))
     times = []
-    for _ in range(calls):
+    for _ in range(15):
         start = time.perf_counter()
         jax.block_until_ready(f(*args))
         times.append(time.perf_counter() - start)
-    return sorted(times)[calls // 2] * 1e3
+    return median(times) * 1e3
 
 
 def by_turns(functions: Iterable[Callable[..., Any]], *args: Any, rounds: int) -> str:
@@ -118,7 +118,7 @@ def layer_forms() -> None:
         print(f"  {rows:4d} rows " + " ".join(f"{t:8.2f}" for t in times))
 
 
-def matmuls(rounds: int = 15) -> None:
+def matmuls() -> None:
     """Eight layers' matmuls of two sizes by XLA and by machine code of jaxkv, by turns: CPU and
     wall milliseconds.
     """
@@ -142,12 +142,12 @@ def matmuls(rounds: int = 15) -> None:
         x_TD = jax.random.normal(jax.random.key(1), (512, shape[1]))
         run = {form: jax.jit(partial(all_layers, form)) for form in (by_xla, by_machine_code)}
         for rows in (2, 8, 32, 512):
-            said = by_turns(run.values(), x_TD[:rows], stack, rounds=rounds)
+            said = by_turns(run.values(), x_TD[:rows], stack, rounds=15)
             what = f"{dtype:8s} {shape[1]} x {shape[0]} {rows:3d} rows"
             print(f"  {what}  {said}", flush=True)
 
 
-def packed(rounds: int = 9) -> None:
+def packed() -> None:
     """Eight layers' matmuls with quantised weights by XLA and by machine code of jaxkv, by turns;
     the first lines are of bfloat16.
     """
@@ -184,11 +184,11 @@ def packed(rounds: int = 9) -> None:
             form: jax.jit(partial(all_layers, form, group)) for form in (by_xla, by_machine_code)
         }
         for rows in (1, 8, 32, 512):
-            said = by_turns(run.values(), x_TD[:rows], *leaves, rounds=rounds)
+            said = by_turns(run.values(), x_TD[:rows], *leaves, rounds=9)
             print(f"  {kind:13s} groups of {group:4d} {rows:3d} rows  {said}", flush=True)
 
 
-def attention(rounds: int = 9) -> None:
+def attention() -> None:
     """Attention of decode rows, and of a prompt, in twelve layers by XLA and by machine code of
     jaxkv, by turns.
     """
@@ -220,7 +220,7 @@ def attention(rounds: int = 9) -> None:
             return jax.lax.fori_loop(0, store.num_layers, layer, q_TNH)
 
         run = [jax.jit(partial(all_layers, form)) for form in (xla.attend_rows, by_machine_code)]
-        said = by_turns(run, q_TNH, store, tables, batch, rounds=rounds)
+        said = by_turns(run, q_TNH, store, tables, batch, rounds=9)
         what = f"{tokens:4d} tokens of" if tokens > 1 else f"{rows:4d} rows of  "
         print(f"  {codec.name:8s} {what} {length:4d}  {said}", flush=True)
 

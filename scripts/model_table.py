@@ -87,8 +87,8 @@ class Case:
             "cached": self._cached,
             "int8 pages": self._int8,
             "2 devices": self._devices,
-            "TPU kernels": lambda: self._kernels("pallas_tpu", "tpu", 64),
-            "GPU kernels": lambda: self._kernels("mosaic_gpu", "gpu", 64),
+            "TPU kernels": lambda: self._kernels("pallas_tpu", "tpu"),
+            "GPU kernels": lambda: self._kernels("mosaic_gpu", "gpu"),
         }
         try:
             return checks[column]()
@@ -135,7 +135,7 @@ class Case:
         two = tiny_llm(self.directory, tensor_parallel_size=2)
         return _yes(generate(two) == generate(self.llm))
 
-    def _kernels(self, backend: str, platform: str, page_size: int) -> str:
+    def _kernels(self, backend: str, platform: str) -> str:
         """Asks the kernels about the family's default sizes in bfloat16."""
         config = json.loads((self.directory / "config.json").read_text())
         config = config.get("thinker_config", config)
@@ -169,12 +169,12 @@ class Case:
             spec = read_family(ConfigReader({**full, "model_type": family}, "config.json"))[0]
         except CheckpointError:
             return "the default sizes make no model"
-        limits = make_limits(EngineOptions(None), spec, platform, page_size=page_size)
+        limits = make_limits(EngineOptions(None), spec, platform, page_size=64)
         codec = get_codec("bfloat16", platform=platform, dtype="bfloat16")
         needs = Needs(
-            page_size=page_size,
+            page_size=64,
             num_rows=64,
-            pages_per_row=min(limits.max_model_len, 8192) // page_size,
+            pages_per_row=min(limits.max_model_len, 8192) // 64,
             codec=codec,
             platform=platform,
             compute_capability="9.0",

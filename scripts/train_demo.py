@@ -418,11 +418,9 @@ def pad_rows(rows: list[list[int]], num_rows: int, length: int) -> np.ndarray:
     return tokens
 
 
-def recall_accuracy(
-    params: dict, corpus: Corpus, distance: int, trials: int, batch: int = 16
-) -> float:
+def recall_accuracy(params: dict, corpus: Corpus, distance: int, trials: int) -> float:
     """Share of trials where greedy decoding gives the whole value and its closing quote."""
-    rng, correct = random.Random(f"recall/{distance}"), 0
+    rng, correct, batch = random.Random(f"recall/{distance}"), 0, 16
     is_right = jax.jit(lambda p, t: token_losses(p, t, jnp.float32)[1])
     length = -(-(distance + 220) // QUERY_BLOCK) * QUERY_BLOCK
     for _ in range(0, trials, batch):
