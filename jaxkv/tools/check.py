@@ -17,7 +17,7 @@ from typing import Any
 from jaxkv.tools.apart import compile_apart
 from jaxkv.tools.chips import parse_target
 from jaxkv.tools.engine_job import EngineJob
-from jaxkv.tools.kernels import KERNELS, SHAPES, Case, case_of
+from jaxkv.tools.kernels import KERNELS, QUERIES, SHAPES, Case, case_of
 
 TARGETS = ("v5e", "v6e", "tpu7x")
 AT_ONCE = 2
@@ -353,6 +353,9 @@ def run(
     kernels at all named shapes.
     """
     targets = [str(parse_target(target)) for target in targets]
+    least = QUERIES if "prefill" in (kernels or KERNELS) else 1
+    if context is not None and context < least:
+        raise ValueError(f"--context: expected at least {least}, got {context}")
     given = _kernel_dtype(model, options)
     if shapes or model:
         wanted = [(name, given) for name in shapes]

@@ -41,6 +41,9 @@ POOL_BYTES, FAR_BYTES = 2**28, 2**33
 pages are loops of loads and stores and no DMAs.
 """
 
+QUERIES = 512
+"""Those of a prefill's chunk: its context has no fewer."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
@@ -58,7 +61,7 @@ class Case:
     page_size: int = 64
     context: int
     batch: int
-    queries: int = 512
+    queries: int = QUERIES
     tiles: tuple[tuple[str, int], ...] = ()
     far: bool = False
 
@@ -103,7 +106,8 @@ def case_of(
     batch = 64 if kernel == "decode" else 1
     given = {"heads": SHAPES.get(name), "batch": batch} | others
     usual = LATENT_CONTEXT if len(given["heads"] or ()) > 3 else CONTEXT
-    case = Case(kernel=kernel, name=name, chip=chip, context=context or usual[kernel], **given)
+    context = usual[kernel] if context is None else context
+    case = Case(kernel=kernel, name=name, chip=chip, context=context, **given)
     return replace(case, page_size=page_size or tpu_page_size(case.token_nbytes))
 
 

@@ -181,6 +181,8 @@ def test_what_the_caller_can_mend_is_status_2(compiler, check, monkeypatch):
         (["--shape", "9b"], "shape: expected one of 8b, .*, got '9b'"),
         (["--kv-cache-dtype", "fp8_e4m3"], "kv_cache_dtype: expected one of .*, got 'fp8_e4m3'"),
         (["--max-model-len", "64"], "max_model_len: expected a MODEL beside it, got none"),
+        (["--context", "511"], "--context: expected at least 512, got 511"),
+        (["--context", "0", "--kernel", "decode"], "--context: expected at least 1, got 0"),
     ):
         status, out, err = check(*arguments)
         assert (status, out) == (2, "")
