@@ -256,6 +256,9 @@ def main() -> None:
     result: dict[str, Any] = environment()
     if options.json and options.json.is_file():
         result |= json.loads(options.json.read_text())
+    for seen in result.get("variants", {}).values():
+        if len(seen) != options.seeds:
+            parser.error(f"--seeds: expected {len(seen)} as in --json, got {options.seeds}")
     result.setdefault("commands", []).append(" ".join(sys.argv))
     measure(options, result)
     print(table(result))
