@@ -266,6 +266,9 @@ def main() -> None:
     result: dict[str, Any] = environment()
     if options.json and options.json.is_file():  # more rows of the same texts and questions
         result |= json.loads(options.json.read_text())
+    for row in result.get("rows", {}).values():
+        if (count := len(row["seeds"])) != options.seeds:
+            parser.error(f"--seeds: expected {count} as in --json, got {options.seeds}")
     result.setdefault("commands", []).append(" ".join(sys.argv))
     measure(options, result)
     print(table(result))
