@@ -24,7 +24,7 @@ from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.recurrent import StateArray
-from jaxkv.models.spec import ModelSpec
+from jaxkv.models.spec import KVGroup, ModelSpec
 from jaxkv.weights.packing import FACTOR, TABLE, base_name, num_bytes
 from jaxkv.weights.tree import ADAPTER_DOWN, ADAPTER_UP, ADAPTERS, EXPERT
 
@@ -192,13 +192,9 @@ def place(
     if size == 1:
         return Placement((devices[0],), states=states)
     leaves = [one for leaves in (layout.top, *layout.layers) for one in leaves.items()]
-    lengths = {
-        ("KV heads", group.num_kv_heads)
-        if group.latent_dim is None
-        else ("attention heads", group.num_heads or spec.num_heads)
-        for group in spec.groups
-        if group.layers
-    }
+    groups = [group for group in spec.groups if group.layers]
+    lengths = {("attention heads", group.num_heads or spec.num_heads) for group in groups}
+    lengths |= {("KV heads", one.num_kv_heads) for one in groups if one.latent_dim is None}
     if spec.attention.output_groups > 1:
         lengths.add(("groups of attention heads", spec.attention.output_groups))
     for _, leaf in leaves:
@@ -220,6 +216,46 @@ def place(
         for name, leaf in leaves
     ]
     return Placement(tuple(devices[:size]), (*axes, ("k_affine", ("kv_heads",))), states)
+
+
+KEY_LEAVES = {"k", "v", "k_bias", "v_bias", "k_norm", "k_norm_bias"}
+"""Arrays with a part for each KV head, all that most models have."""
+
+
+def with_copies(spec: ModelSpec, layout: Layout, size: Any) -> tuple[ModelSpec, Layout]:
+    """Returns the model with so many copies of each KV head that each of these devices has one;
+    as it is where they have some without, or it keeps more of each KV head than keys and values.
+
+    The query heads of a KV head attend to its copies in turn, each to one, so results are the same.
+    """
+    numbers = [_num_copies(group, size) for group in spec.groups]
+    kinds = [spec.layers_of(kind) for kind in range(len(layout.layers))]
+    if max(numbers) == 1 or layout.also:
+        return spec, layout
+    found = []
+    for layers, leaves in zip(kinds, layout.layers, strict=True):
+        divided = {name for name, leaf in leaves.items() if "kv_heads" in leaf.info.logical_axes}
+        if not divided:
+            found.append(leaves)
+            continue
+        group, _ = spec.group_of(layers[0])
+        if not divided <= KEY_LEAVES:
+            return spec, layout
+        heads, copies = spec.groups[group].num_kv_heads, numbers[group]
+        copied = {name: leaves[name].copied(heads, copies) for name in divided if copies > 1}
+        found.append({**leaves, **copied})
+    groups = [
+        replace(group, num_kv_heads=group.num_kv_heads * copies)
+        for group, copies in zip(spec.groups, numbers, strict=True)
+    ]
+    return replace(spec, groups=tuple(groups)), replace(layout, layers=tuple(found))
+
+
+def _num_copies(group: KVGroup, size: Any) -> int:
+    """Returns how many copies of each KV head so many devices need."""
+    heads = group.num_kv_heads
+    is_plain = group.layers and group.latent_dim is None and not group.has_index_key
+    return size // heads if is_plain and is_int(size) and size > heads and not size % heads else 1
 
 
 def _state_parts(array: StateArray) -> PartitionSpec:

@@ -33,7 +33,8 @@ def describe(
             *_draft(model.draft),
             f"kv cache  {config.num_tokens} tokens = {config.num_pages} pages of "
             f"{config.block_size}, "
-            f"{spec.token_numbers} numbers per token and layer in {blueprint.kv_cache_dtype}, "
+            f"{spec.token_numbers} numbers per token and layer{_copies(blueprint)} in "
+            f"{blueprint.kv_cache_dtype}, "
             f"{used} pages in use{_row(blueprint, engine)}",
             f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
             f"{config.max_num_batched_tokens} tokens per step, {config.decode_steps} decode "
@@ -56,6 +57,11 @@ def _matmuls(blueprint: Blueprint) -> list[str]:
     if blueprint.platform != "cpu":
         return []
     return [f"matmuls   {native.described()}"]
+
+
+def _copies(blueprint: Blueprint) -> str:
+    copies = blueprint.kv_copies
+    return f" ({copies} copies of each KV head)" if copies > 1 else ""
 
 
 def _row(blueprint: Blueprint, engine: Engine) -> str:

@@ -35,7 +35,7 @@ from jaxkv.models.families import Layout
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, Xla, choose_backend
-from jaxkv.placement import TENSOR, Placement, kv_parts, place
+from jaxkv.placement import TENSOR, Placement, kv_parts, place, with_copies
 from jaxkv.programs.compiled import Programs
 from jaxkv.programs.draft import Draft
 from jaxkv.programs.filling import fill
@@ -79,6 +79,14 @@ class Blueprint:
     @property
     def num_devices(self) -> int:
         return self.placement.size
+
+    @property
+    def kv_copies(self) -> int:
+        """Returns how many copies of a KV head the devices have, where those are more than it has
+        KV heads.
+        """
+        parts = (leaf.part for leaves in self.layout.layers for leaf in leaves.values())
+        return max((part.copies for part in parts if part is not None), default=1)
 
     @property
     def attention(self) -> Backend:
@@ -474,6 +482,7 @@ def make_blueprint(
     skipped = options.kv_cache_dtype_skip_layers
     spec = spec.apart(exact_layers(spec, skipped))
     _check_quantization(options.quantization, layout)
+    spec, layout = with_copies(spec, layout, options.tensor_parallel_size)
     placement = place(spec, layout, devices, options.tensor_parallel_size)
     platform = placement.devices[0].platform
     dtype = options.dtype

@@ -24,7 +24,7 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NUM_STOP_TOKENS
-from jaxkv.placement import Placement, bytes_per_device
+from jaxkv.placement import Placement, bytes_per_device, with_copies
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.arrays import flat, take_weights
 from jaxkv.weights.dummy import random_weights
@@ -139,7 +139,8 @@ class Model:
             load_format="auto" if own.load_format == "dummy" else own.load_format,
         )
         found = find_model(options, self.tokenizer)
-        if found.spec.joined() != self.spec.joined():
+        spec, layout = with_copies(found.spec, found.layout, blueprint.num_devices)
+        if spec.joined() != self.spec.joined():
             raise CheckpointError(
                 f"{found.directory}: expected weights of the model that was loaded, got a "
                 f"config.json of another one"
@@ -150,6 +151,7 @@ class Model:
                 f"{found.directory}: {MODULES}: expected the pooling of the model that was loaded, "
                 f"got another one"
             )
+        blueprint = replace(blueprint, options=options, layout=layout)
         other = replace(
             self,
             directory=found.directory,
@@ -157,7 +159,7 @@ class Model:
             stored_dtype=found.stored_dtype,
             draft=None,
         )
-        loaded = other.loaded(replace(blueprint, options=options))._like(self)
+        loaded = other.loaded(blueprint)._like(self)
         return replace(loaded, draft=self.draft)
 
     def _like(self, other: Model) -> Model:
@@ -188,15 +190,22 @@ class Model:
     def _load(self, blueprint: Blueprint, arrays: Mapping[str, Any] | None = None) -> Weights:
         """Loads the weights from the model's directory, or takes these."""
         options, spec, kept = blueprint.options, blueprint.spec, blueprint.kept
+        layout = blueprint.layout
         if options.load_format == "dummy" and arrays is None:
-            return random_weights(spec, self.layout, kept, seed=options.seed)
+            return random_weights(spec, layout, kept, seed=options.seed)
         load: Callable[..., dict[str, Any]] = take_weights
         source: Any = arrays
         if arrays is None:
             load = load_weights if self.stored_dtype is None else load_converted
+            if self.stored_dtype is not None and layout != self.layout:
+                raise ValueError(
+                    f"tensor_parallel_size: expected a divisor of the model's KV heads for weights "
+                    f"that jaxkv convert has stored, got {blueprint.num_devices}: load what they "
+                    f"were converted from"
+                )
             source = self._files(options)
-        weights = load(source, spec, self.layout, kept)
-        if blueprint.quantization in WITH_HEAD and HEAD in self.layout.top:
+        weights = load(source, spec, layout, kept)
+        if blueprint.quantization in WITH_HEAD and HEAD in layout.top:
             packing = packing_for(blueprint.quantization, spec.hidden_size, dtype=kept.dtype)
             weights = with_quantised_head(weights, packing, kept)
         return weights

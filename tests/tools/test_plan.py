@@ -308,7 +308,7 @@ def test_json_and_picture_say_the_same(write, plan, tmp_path):
         (["--block-size", "5"], "block_size: expected one of"),
         (["--backend", "cuda"], "backend: expected 'auto' or one of"),
         (["--max-model-len", "200000"], "max_model_len: expected at most 131072"),
-        (["--target", "v6e", "v6e:4x4"], "v6e:4x4: tensor_parallel_size: expected a divisor"),
+        (["--target", "v6e", "v6e:8x8"], "v6e:8x8: tensor_parallel_size: expected a divisor"),
     ],
 )
 def test_what_is_wrong_is_said(write, plan, arguments, message):
