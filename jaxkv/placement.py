@@ -223,7 +223,7 @@ KEY_LEAVES = {"k", "v", "k_bias", "v_bias", "k_norm", "k_norm_bias"}
 
 
 def with_copies(spec: ModelSpec, layout: Layout, size: Any) -> tuple[ModelSpec, Layout]:
-    """Returns the model with so many copies of each KV head that each of these devices has one;
+    """Returns the model with so many copies of each KV head that each of `size` devices has one;
     as it is where they have some without, or it keeps more of each KV head than keys and values.
 
     The query heads of a KV head attend to its copies in turn, each to one, so results are the same.
