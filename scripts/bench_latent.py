@@ -88,6 +88,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    if min(args.context) < args.tokens:
+        parser.error(f"--context: expected at least --tokens {args.tokens}, got {args.context}")
     for context in args.context:
         sizes = (args.tokens, context, args.heads, args.dtype)
         first, second = measure(*sizes, rounds=args.rounds)

@@ -109,9 +109,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of --pairs")
     args = parser.parse_args()
     if args.pairs:
-        if args.pairs[0] not in METHODS or not all(map(str.isdecimal, args.pairs[1:])):
+        method, *rows = args.pairs
+        if method not in METHODS or not rows or not all(map(str.isdecimal, rows)):
             parser.error(f"--pairs: expected a method and numbers of rows, got {args.pairs}")
-        pairs(args.pairs[0], [int(rows) for rows in args.pairs[1:]], args.rounds)
+        pairs(method, [int(number) for number in rows], args.rounds)
         return
     rows: list[dict[str, Any]] = []
     for method in METHODS:

@@ -255,7 +255,10 @@ def main() -> None:
     )
     result: dict[str, Any] = environment()
     if options.json and options.json.is_file():
-        result |= json.loads(options.json.read_text())
+        known = json.loads(options.json.read_text())
+        if known["versions"] != result["versions"]:
+            parser.error(f"--json: its rows are of {known['versions']}: name a new file")
+        result |= known
     for seen in result.get("variants", {}).values():
         if len(seen) != options.seeds:
             parser.error(f"--seeds: expected {len(seen)} as in --json, got {options.seeds}")

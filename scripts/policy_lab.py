@@ -265,7 +265,10 @@ def main() -> None:
     options.shares = [float(share) for share in options.shares.split(",")]
     result: dict[str, Any] = environment()
     if options.json and options.json.is_file():  # more rows of the same texts and questions
-        result |= json.loads(options.json.read_text())
+        known = json.loads(options.json.read_text())
+        if known["versions"] != result["versions"]:
+            parser.error(f"--json: its rows are of {known['versions']}: name a new file")
+        result |= known
     for row in result.get("rows", {}).values():
         if (count := len(row["seeds"])) != options.seeds:
             parser.error(f"--seeds: expected {count} as in --json, got {options.seeds}")
