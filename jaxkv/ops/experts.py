@@ -90,13 +90,16 @@ class Router:
         """Returns the experts of each token [T, K] int32, and their weights [T, K] float32. The
         bias counts for the choice only. given_TK: experts that take the place of the chosen ones.
 
-        Raises: ValueError for experts that are given where scores depend on which are chosen.
+        Raises: ValueError for a bias, or experts that are given, where scores depend on which are
+        chosen.
         """
-        if given_TK is not None and (self.margin or self.of_chosen):
-            raise ValueError(
-                "router: expected experts that it chooses, because what they count depends on the "
-                "choice (margin, of_chosen), got a table of them"
-            )
+        if self.margin or self.of_chosen:
+            for what, given in (("a table of them", given_TK), ("a bias of the choice", bias_E)):
+                if given is not None:
+                    raise ValueError(
+                        "router: expected experts that it chooses by their logits alone, because "
+                        f"what they count depends on the choice (margin, of_chosen), got {what}"
+                    )
         logits_TE = logits_TE if self.logit_scale == 1.0 else logits_TE * self.logit_scale
         if self.cap:
             logits_TE = self.cap * jnp.tanh(logits_TE / self.cap)
@@ -118,9 +121,7 @@ class Router:
         """Counts the logits that are not of experts."""
         return self.num_identity + self.num_empty + self.num_sinks
 
-    def with_sinks(
-        self, logits_TE: Array, bias_E: Array | None = None
-    ) -> tuple[Array, Array, Array]:
+    def with_sinks(self, logits_TE: Array, bias_E: Array | None) -> tuple[Array, Array, Array]:
         """Returns experts and weights, and the weights of the parts of the MLP for all tokens, [T,
         num_sinks]: sigmoid scores, divided by their sum over both. Source: Inkling, as transformers
         has it.

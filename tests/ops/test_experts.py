@@ -130,5 +130,7 @@ def test_experts_that_are_given_weigh_what_their_logits_say():
     want = score / score.sum(axis=1, keepdims=True) * 1.5
     np.testing.assert_allclose(weight, want, rtol=2e-6)
     for asked in ({"margin": 0.1}, {"of_chosen": True}):
-        with pytest.raises(ValueError, match="expected experts that it chooses"):
+        with pytest.raises(ValueError, match="got a table of them"):
             Router(num_used=3, **asked)(logits, None, given)
+        with pytest.raises(ValueError, match="got a bias of the choice"):
+            Router(num_used=3, **asked)(logits, jnp.zeros(8))
