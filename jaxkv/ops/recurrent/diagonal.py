@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class Diagonal:
     2402.19427, section 2.4.
     """
 
-    block_len: int = BLOCK
+    block_len: ClassVar[int] = BLOCK
 
     def step(self, state_R: Array, tokens: Gains) -> tuple[Array, Array]:
         state_R = jnp.exp(tokens.decay) * state_R + rounded(tokens.gain)
@@ -70,8 +70,8 @@ class Selective:
     a_XN: below 0.
     """
 
+    block_len: ClassVar[int] = BLOCK
     a_XN: Array
-    block_len: int = BLOCK
 
     def _gains(self, tokens: Selected) -> tuple[Array, Array]:
         decay = rounded(tokens.delta[:, :, None] * self.a_XN[None])

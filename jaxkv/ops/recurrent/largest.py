@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.axes import Array
-
-BLOCK = 64
 
 
 class Levels(NamedTuple):
@@ -29,7 +27,7 @@ class Largest:
     Source: the stabiliser of xLSTM, arXiv 2405.04517, equation 15.
     """
 
-    block_len: int = BLOCK
+    block_len: ClassVar[int] = 64
 
     def step(self, state_R: Array, tokens: Levels) -> tuple[Array, Array]:
         after = jnp.maximum(state_R + tokens.decay, tokens.level)

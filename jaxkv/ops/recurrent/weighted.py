@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxkv.axes import Array
 from jaxkv.ops.layers import rounded
 
-BLOCK = 32
 LEAST = -1e38
 """The exponent of a sum without any token."""
 
@@ -46,9 +45,9 @@ class DecayingAverage:
     decay_X: above 0.
     """
 
+    block_len: ClassVar[int] = 32
     decay_X: Array
     bonus_X: Array
-    block_len: int = BLOCK
 
     def step(self, state_R: Array, tokens: Weighted) -> tuple[Array, Array]:
         value, weight, most = before = _sums_of(state_R)
