@@ -133,7 +133,7 @@ def _is_number(value: Any) -> bool:
 class Speculation:
     """Says how decode loops propose tokens ahead, `num_tokens` of them, and with how many rows at
     most. method: "ngram", as they came where the last `longest` tokens, or fewer but at least
-    `shortest`, have come before (`ops.ngram`); "draft_model", as a smaller model draws them
+    `shortest`, have come before (`ops.prompt_lookup`); "draft_model", as a smaller model draws them
     (`programs.draft`); or "mtp", as a layer that the model ships for it draws them.
     """
 

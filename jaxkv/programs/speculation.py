@@ -24,7 +24,7 @@ from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
 from jaxkv.models.stream import normed
 from jaxkv.ops.attention import Backend
-from jaxkv.ops.ngram import look_up
+from jaxkv.ops.prompt_lookup import look_up
 from jaxkv.ops.sampling import (
     NO_TOKEN,
     NUM_LOGPROBS,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxkv.ops.logits import NO_TOKEN
-from jaxkv.ops.ngram import look_up
+from jaxkv.ops.prompt_lookup import look_up
 
 WIDTH = 24
 
