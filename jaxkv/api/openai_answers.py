@@ -31,15 +31,15 @@ Scores = Mapping[int, Logprob] | None
 
 @dataclass(slots=True)
 class _Sent:
-    """Counts what a stream has sent of a choice."""
+    """Counts what a stream has sent of a choice, whose text the reader takes apart."""
 
+    reader: Reader
     num_chars: int = 0
     num_tokens: int = 0
     num_ids: int = 0
     num_calls: int = 0
     offset: int = 0
     is_ended: bool = False
-    reader: Reader = field(default_factory=Plain)
 
 
 @dataclass(kw_only=True)
@@ -111,7 +111,7 @@ class Answer:
         for one in output.outputs:
             index = number * self.asked.params.n + one.index
             if index not in self._sent:
-                self._sent[index] = _Sent(reader=self._reader(output))
+                self._sent[index] = _Sent(self._reader(output))
             sent = self._sent[index]
             text = self._text(number, output, one)[sent.num_chars :]
             tokens = self._scored(output, one, sent.num_tokens)

@@ -104,9 +104,7 @@ class Sampled:
     scores: Scores
 
 
-def empty_sampled(
-    num_steps: int, num_rows: int, vocab_size: int, num_logprobs: int = NUM_LOGPROBS
-) -> Sampled:
+def empty_sampled(num_steps: int, num_rows: int, vocab_size: int, num_logprobs: int) -> Sampled:
     """Makes room for `num_steps` results of `sample` over `num_rows` rows, stacked on a new first
     axis.
     """

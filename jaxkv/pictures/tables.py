@@ -63,10 +63,10 @@ class TokenPage:
 
 
 def sequence_html(
-    said: str, pages: Sequence[TokenPage], decode: Callable[[Sequence[int]], str] | None = None
+    said: str, pages: Sequence[TokenPage], decode: Callable[[Sequence[int]], str] | None
 ) -> Picture:
     """Shows a sequence as a box for each page of its tokens; dashed where none is cached. decode:
-    makes text of token ids.
+    makes text of token ids; None: the ids are shown.
     """
     ends = MAX_BOXES // 2
     first = pages if len(pages) <= MAX_BOXES else pages[:ends]

@@ -37,7 +37,7 @@ class Draft:
 
     spec: ModelSpec
     backend: str | Backend
-    reads_hidden: bool = False
+    reads_hidden: bool
 
 
 def follow(

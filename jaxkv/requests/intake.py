@@ -134,7 +134,7 @@ class Intake(PromptReader):
         prompt: Prompt | Pair,
         params: PoolingParams,
         number: int,
-        adapter: Adapter | None = None,
+        adapter: Adapter | None,
     ) -> Submission:
         prompt = self.pooled(prompt, params)
         submission = self._submission(prompt, PREFILL, 0, {}, number, adapter)
@@ -205,7 +205,7 @@ class Intake(PromptReader):
         return root_key(self._cache_root(), shared, salt, str(context), *own)
 
     def _search(
-        self, prompt: Prompt, params: BeamSearchParams, number: int, adapter: Adapter | None = None
+        self, prompt: Prompt, params: BeamSearchParams, number: int, adapter: Adapter | None
     ) -> Submission:
         config, width = self._config, params.beam_width
         eos_ids = frozenset() if params.ignore_eos else self._model.eos_ids
@@ -256,7 +256,7 @@ class Intake(PromptReader):
         priority: int,
         copies: Copies,
         number: int,
-        adapter: Adapter | None = None,
+        adapter: Adapter | None,
         num_samples: int | None = None,
     ) -> Submission:
         """Makes a submission. `copies`: the copies of parameters that this call has made."""

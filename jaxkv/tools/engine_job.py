@@ -22,7 +22,7 @@ class EngineJob:
 
     model: str
     target: str
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...]
     every: bool = False
 
     def __str__(self) -> str:

@@ -92,7 +92,7 @@ class Copy:
     instruction: str
     nbytes: int
     depth: int
-    into_vmem: bool = False
+    into_vmem: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,7 +81,7 @@ def resolve_model(
     return _fetch(text, revision, only, access)
 
 
-def with_weights(model: str | os.PathLike[str], directory: Path, access: Access = PUBLIC) -> Path:
+def with_weights(model: str | os.PathLike[str], directory: Path, access: Access) -> Path:
     """Returns `directory`, which `resolve_model` has found without weights, with them: a snapshot
     stays of the same commit.
     """

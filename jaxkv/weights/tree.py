@@ -263,7 +263,7 @@ def num_modules(weights: Weights, kind: int) -> int:
 
 
 def layer_weights(
-    weights: Weights, layer: Array, kind: int = 0, adapters: TokenAdapters | None = None
+    weights: Weights, layer: Array, kind: int, adapters: TokenAdapters | None
 ) -> dict[str, Any]:
     """Returns the weights of one layer of a kind, counted among those, by name: vectors and numbers
     as values, matrices as `Matrix` or `Packed`, which stay in their stack until a matmul reads

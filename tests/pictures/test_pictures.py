@@ -380,7 +380,7 @@ def test_tables_show_what_there_is():
     assert len(root.findall("{*}svg")) == 2
     assert len(drawn(Picture(outputs[3]._repr_html_())).findall("{*}svg")) == 0
     pages = [TokenPage((1, 2), None if i % 2 else i) for i in range(200)]
-    boxes = drawn(sequence_html("a session", pages)).findall(".//li")
+    boxes = drawn(sequence_html("a session", pages, None)).findall(".//li")
     assert len(boxes) == MAX_BOXES + 1
     assert "136 pages left out" in said(boxes[MAX_BOXES // 2])
     assert sum(box.get("class") == "gone" for box in boxes) == MAX_BOXES // 2 + 1

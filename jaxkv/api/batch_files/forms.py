@@ -8,7 +8,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from jaxkv.api.response_parts import Parser
@@ -43,9 +43,9 @@ class Defaults:
     models: tuple[str, ...]
     decode: Callable[[Sequence[int]], str] | None
     seed: int
-    pools: bool = False
-    adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
-    parser: Parser | None = None
+    pools: bool
+    adapters: Mapping[str, LoRARequest]
+    parser: Parser | None
 
     def adapter(self, name: str | None) -> LoRARequest | None:
         """Returns the adapter of this name, None for a name of the model or none at all. Raises:

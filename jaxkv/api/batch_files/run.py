@@ -258,9 +258,9 @@ def _check_arguments(shard: Any, max_errors: Any) -> None:
 
 def defaults_of(
     llm: LLM,
-    params: SamplingParams | Mapping[str, Any] | None = None,
-    served_model_name: str | None = None,
-    lora_requests: Sequence[LoRARequest] = (),
+    params: SamplingParams | Mapping[str, Any] | None,
+    served_model_name: str | None,
+    lora_requests: Sequence[LoRARequest],
     response_template: str | None = None,
 ) -> Defaults:
     """Returns what holds for lines that say nothing else; arguments as in `run_batch`. Raises:
