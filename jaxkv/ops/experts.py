@@ -189,16 +189,18 @@ def run_experts(
     is_native: bool = False,
 ) -> Array:
     """Adds up what each token's experts make of it, [T, D] float32, as `each_expert` gives it.
-    on_input: as in `Router`. norm: of what each expert gives, before it is weighed.
+    on_input: as in `Router`. norm: of what each expert gives, before that is weighed.
     """
-    each = partial(each_expert, num_experts=num_experts, is_native=is_native)
-    if on_input:
-        y_TKD = each(x_TD, expert_TK, run, weight_TK=weight_TK)
-    else:
-        y_TKD = each(x_TD, expert_TK, run)
-        y_TKD = y_TKD if norm is None else norm(y_TKD)
-        y_TKD = rounded(y_TKD * weight_TK[..., None])
-    return total_over(y_TKD, 1)
+    y_TKD = each_expert(
+        x_TD,
+        expert_TK,
+        run,
+        num_experts=num_experts,
+        weight_TK=weight_TK if on_input else None,
+        is_native=is_native,
+    )
+    y_TKD = y_TKD if norm is None else norm(y_TKD)
+    return total_over(y_TKD if on_input else rounded(y_TKD * weight_TK[..., None]), 1)
 
 
 def each_expert(
