@@ -239,7 +239,8 @@ def count(case: Case, folder: Path) -> dict[str, Any]:
 
 def _against_dma(case: Case, found: dict[str, Any]) -> dict[str, Any]:
     """Compares issue cycles with those that the bytes of what rows hold take."""
-    dma_bytes, chip = found["read_tokens"] * bytes_per_token(case), CHIPS[case.chip]
+    # Whole: of the scales of a page each token has a part.
+    dma_bytes, chip = round(found["read_tokens"] * bytes_per_token(case)), CHIPS[case.chip]
     if chip.bandwidth is None or chip.clock is None:
         return {"dma_bytes": dma_bytes, "dma_cycles": None, "ratio": None}
     cycles = dma_bytes / chip.bandwidth * chip.clock

@@ -13,7 +13,7 @@ import pytest
 import kernels_pallas
 from jaxkv.tools.apart import compile_apart
 from jaxkv.tools.check import TARGETS, budget_of, judge
-from jaxkv.tools.kernels import SHAPES, Case, case_of, tiles_of
+from jaxkv.tools.kernels import SHAPES, Case, _against_dma, case_of, packing_of, tiles_of
 from jaxkv.tools.schedule import _read_units
 
 needs_compiler = pytest.mark.skipif(
@@ -85,6 +85,16 @@ def test_pages_past_2_to_the_31_bytes_compile_without_a_copy_of_the_pool(kernel)
 def test_what_the_kernels_do_not_take_is_a_reason_not_a_crash():
     found = compile_apart(case_of("decode", "odd", "v6e", heads=(8, 1, 80)))
     assert found["reason"] == "head_dim: expected 64 or a multiple of 128, got 80"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
+def test_bytes_of_whole_pages_are_a_whole_number(dtype):
+    case = case_of("decode", "8b", "v6e", dtype=dtype)
+    found = _against_dma(case, {"read_tokens": 3 * case.page_size, "issue_cycles": 1})
+    packing, (_, kv_heads, _) = packing_of(case), case.heads
+    scales = 0 if packing is None else 4 * packing.scales_width(kv_heads, case.page_size)
+    expected = 3 * (case.page_size * case.token_nbytes + scales)
+    assert (found["dma_bytes"], type(found["dma_bytes"])) == (expected, int)
 
 
 def test_the_rule_gives_the_tiles_that_the_sweep_found():
