@@ -234,14 +234,14 @@ class AsyncLLM(AsyncPoolingCalls):
         device, not while the file is read.
         """
         held = await self._read_adapters(lora_request)
-        home, where = await self._home(None, lora_request), Path(path).absolute()
+        home, where = await self._home({}, lora_request), Path(path).absolute()
         saved = await asyncio.to_thread(SavedPages.load, where)
         restored = partial(AsyncSession.restored, home, where, saved, convert=convert)
         session = await self._engine.ask(restored)
         held.clear()
         return session
 
-    async def _home(self, chat: Mapping[str, Any] | None, lora_request: LoRARequest | None) -> Home:
+    async def _home(self, chat: Mapping[str, Any], lora_request: LoRARequest | None) -> Home:
         """Does what `LLM._home` does, with what makes tokens of prompts while steps go on."""
         intake = await self._apart_from_engine(lambda intake: intake)
         return replace(self._llm._home(self, chat, lora_request), intake=intake)

@@ -271,7 +271,7 @@ class EngineThread:
         prompt: Prompt | Conversation,
         params: SamplingParams | None,
         priority: int,
-        lora_request: LoRARequest | None = None,
+        lora_request: LoRARequest | None,
     ) -> None:
         """Adds a request. Raises: ValueError if it is refused."""
         self._check_not_stopping()
@@ -289,7 +289,7 @@ class EngineThread:
         streams: list[Stream],
         loop: asyncio.AbstractEventLoop,
         call: PoolingCall[T],
-        lora_request: Any = None,
+        lora_request: Any,
     ) -> list[Submission]:
         """Adds the prompts of a call, and a stream for each of them to `streams`. Raises:
         ValueError if one is refused, and then adds none.

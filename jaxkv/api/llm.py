@@ -327,7 +327,7 @@ class LLM(PoolingCalls):
         Raises: SavedFileError for a file that is broken or of another model, CapacityError where
         its pages do not fit.
         """
-        home, where = self._home(self, lora_request=lora_request), Path(path).absolute()
+        home, where = self._home(self, {}, lora_request), Path(path).absolute()
         return Session.restored(home, where, SavedPages.load(where), convert=convert)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -556,21 +556,9 @@ class LLM(PoolingCalls):
         )
         return "\n".join([lines, *prompts_on])
 
-    def _home(
-        self,
-        owner: Any,
-        chat: Mapping[str, Any] | None = None,
-        lora_request: LoRARequest | None = None,
-    ) -> Home:
+    def _home(self, owner: Any, chat: Mapping[str, Any], lora_request: LoRARequest | None) -> Home:
         """Returns what sessions of `owner`, which this engine serves, have in common."""
-        return Home(
-            owner,
-            self._intake,
-            self._engine,
-            self._origin,
-            chat=chat or {},
-            lora_request=lora_request,
-        )
+        return Home(owner, self._intake, self._engine, self._origin, chat, lora_request)
 
     def _origin(self, form: str) -> Origin:
         """Says what the engine's keys and values are of. Raises: ValueError while it sleeps."""

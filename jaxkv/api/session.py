@@ -13,7 +13,7 @@ import asyncio
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -63,10 +63,10 @@ class Home:
     intake: Intake
     engine: Engine
     origin: Callable[[str], Origin]
-    salt: str = ""
-    chat: Mapping[str, Any] = field(default_factory=dict)
+    chat: Mapping[str, Any]
     """Holds what the chat template gets beside the messages."""
-    lora_request: LoRARequest | None = None
+    lora_request: LoRARequest | None
+    salt: str = ""
 
     @property
     def adapter(self) -> Adapter | None:
