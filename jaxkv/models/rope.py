@@ -59,7 +59,7 @@ class Ropes:
     ) -> tuple[jax.Array, jax.Array]:
         inv_freq: jax.Array | np.ndarray = rope_frequencies(rope, rope.dim)
         if context_T is not None and rope.depends_on_context:
-            inv_freq = _frequencies_in_context(rope, rope.dim, context_T)
+            inv_freq = _frequencies_in_context(rope, context_T)
         if growth_C is not None:
             inv_freq = inv_freq * jnp.exp(growth_C)
         return rope_tables(position_T, inv_freq, rope.attention_factor)
@@ -129,13 +129,15 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
     return -inv_freq if rope.reverse else inv_freq
 
 
-def _frequencies_in_context(rope: RopeSpec, head_dim: int, context_T: jax.Array) -> jax.Array:
-    """Computes the inverse frequencies [T, dim/2] of tokens whose sequences may get so long."""
-    dim, sign = rope.dim or head_dim, -1 if rope.reverse else 1
+def _frequencies_in_context(rope: RopeSpec, context_T: jax.Array) -> jax.Array:
+    """Computes the inverse frequencies [T, dim/2] of tokens whose sequences may get so long, by a
+    rope that says its `dim`.
+    """
+    dim, sign = rope.dim, -1 if rope.reverse else 1
     if rope.kind == "longrope":
         long = sign * default_inv_freq(rope.theta, dim) / np.array(rope.long_factors, np.float32)
         is_long_T1 = context_T[:, None] > rope.original_max_len
-        return jnp.where(is_long_T1, long[None], rope_frequencies(rope, head_dim)[None])
+        return jnp.where(is_long_T1, long[None], rope_frequencies(rope, dim)[None])
     longest_T = jnp.maximum(context_T, rope.original_max_len).astype(jnp.float32)
     grown_T = rope.factor * longest_T / rope.original_max_len - (rope.factor - 1)
     theta_T = rope.theta * grown_T ** (dim / (dim - 2))
