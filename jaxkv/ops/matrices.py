@@ -198,8 +198,8 @@ class Packed:
         if self.num_groups == 1 and self.leaf.dtype == jnp.uint8:
             start, count = start // 2, count // 2
         if self.num_groups == 1:
-            whole = (0, 0), (1, self.num_rows)
-            return self._multiply(x_TC, self._of_layer(self.leaf, *whole, start, count), *whole)
+            values_GFC = self._of_layer(self.leaf, *self._whole, start, count)
+            return self._multiply(x_TC, values_GFC, *self._whole)
         groups = (start // self.group, 0), (count // self.group, self.num_rows)
         return self._multiply(x_TC, self._of_layer(self.leaf, *groups, 0, width), *groups)
 
