@@ -13,11 +13,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.codecs import Elements
-from jaxkv.kv.codecs.base import decode_elements
+from jaxkv.kv.codecs import Elements, decode_elements
+from jaxkv.kv.layout import once
 from jaxkv.ops.attention.base import Batch, LatentMaps, Place
 from jaxkv.ops.attention.softmax import Softmax
-from jaxkv.ops.attention.sweep import Blocks, Scores, accumulate, once, rows_of
+from jaxkv.ops.attention.sweep import Blocks, Scores, accumulate, rows_of
 
 LEAST_QUERIES = 256
 """Chunks of fewer are attended absorbed."""

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.codecs import Elements
-from jaxkv.kv.codecs.base import decode_elements
+from jaxkv.kv.codecs import Elements, decode_elements
 from jaxkv.kv.layout import HeadMajorLayout, once
 from jaxkv.kv.state import BEHIND, PageTables, Store
 from jaxkv.ops.attention.base import Place

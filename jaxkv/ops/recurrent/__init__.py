@@ -2,7 +2,6 @@
 rules, and what runs them.
 """
 
-from jaxkv.ops.recurrent.base import Rule
 from jaxkv.ops.recurrent.conv import short_conv
 from jaxkv.ops.recurrent.diagonal import Diagonal, Gains, Selected, Selective
 from jaxkv.ops.recurrent.drive import run
@@ -19,7 +18,6 @@ __all__ = [
     "Levels",
     "LinearAttention",
     "Rows",
-    "Rule",
     "Selected",
     "Selective",
     "Tokens",
