@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxkv.config import is_int
 from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import PagedKV, Store
+from jaxkv.models import differential
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.recurrent import StateArray
 from jaxkv.models.spec import KVGroup, ModelSpec
@@ -195,6 +196,8 @@ def place(
     groups = [group for group in spec.groups if group.layers]
     lengths = {("attention heads", group.num_heads or spec.num_heads) for group in groups}
     lengths |= {("KV heads", one.num_kv_heads) for one in groups if one.latent_dim is None}
+    if any(differential.FIRST[0] in own for own in layout.layers):
+        lengths.add(("pairs of attention heads", spec.num_heads // 2))
     if spec.attention.output_groups > 1:
         lengths.add(("groups of attention heads", spec.attention.output_groups))
     for _, leaf in leaves:

@@ -73,14 +73,16 @@ def test_each_kv_head_is_there_as_often_as_devices_need_it(tmp_path, variant):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("variant", "changes", "message"),
     [
-        ({"num_attention_heads": 6}, "a divisor of the model's 6 attention heads, got 4"),
-        ({"num_key_value_heads": 1, "num_attention_heads": 3}, "3 attention heads, got 4"),
+        ("llama", {"num_attention_heads": 6}, "a divisor of the model's 6 attention heads, got 4"),
+        ("llama", {"num_key_value_heads": 1, "num_attention_heads": 3}, "3 attention heads, got 4"),
+        ("diffllama", {"num_attention_heads": 4}, "2 pairs of attention heads, got 4"),
     ],
 )
-def test_query_heads_have_to_be_divided_all_the_same(tmp_path, changes, message):
-    directory = make_checkpoint(tmp_path, tiny_config("llama", **HEADS | {"head_dim": 8} | changes))
+def test_query_heads_have_to_be_divided_all_the_same(tmp_path, variant, changes, message):
+    config = (text_config if variant in VARIANTS else tiny_config)(variant)
+    directory = make_checkpoint(tmp_path, config | HEADS | {"head_dim": 8} | changes)
     spec, layout = with_copies(*read_family(read_config(directory)), 4)
     with pytest.raises(ValueError, match=message):
         place(spec, layout, jax.devices()[:1] * 4, 4)
