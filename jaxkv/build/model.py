@@ -114,6 +114,7 @@ class Model:
         Raises: CheckpointError for weights of another model or that break a rule of loading,
         ValueError for what is no weights at all, OSError.
         """
+        blueprint = replace(blueprint, draft=None)  # whose weights need no room a second time
         if isinstance(source, Mapping):
             self._check_room(blueprint, "weights")
             weights, pooling = self._load(blueprint, source), self.pooling

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from safetensors.numpy import load_file
 
 from jaxkv import LLM, SamplingParams
 from jaxkv import functional as jk
@@ -15,6 +16,7 @@ from jaxkv.api import part
 from jaxkv.build import memory as build_memory
 from jaxkv.build.memory import AMPLE, Budget, Memory, available_memory, device_memory
 from jaxkv.errors import CapacityError
+from jaxkv.placement import bytes_per_device
 from jaxkv.programs.compiled import ProgramMemory, Programs
 from jaxkv.programs.lowerings import KINDS
 from jaxkv.testing import budget_of, engine_of, model_of
@@ -114,6 +116,24 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(monkeypatch, t
         options = SMALL if load is LLM else {}
         with pytest.raises(CapacityError, match=f"{needed} bytes needed, {needed - 1} free"):
             load(directory, **options)
+
+
+def test_other_weights_that_cannot_fit_are_refused_before_they_are_taken(monkeypatch, tmp_path):
+    config = tiny_config("llama")
+    directory = make_checkpoint(tmp_path / "model", config)
+    draft = make_checkpoint(tmp_path / "draft", config | {"num_hidden_layers": 1})
+    llm = LLM(directory, **SMALL, speculative_config={"model": draft, "num_speculative_tokens": 2})
+    # The draft model stays.
+    needed = bytes_per_device(model_of(llm).weights)
+    arrays = load_file(directory / "model.safetensors")
+    broken = {name: x for name, x in arrays.items() if name != "model.norm.weight"}
+    monkeypatch.setattr(build_memory, "available_memory", lambda: needed - 1)
+    for source in (directory, broken):
+        with pytest.raises(CapacityError, match=f"{needed} bytes needed, {needed - 1} free"):
+            llm.update_weights(source)
+    monkeypatch.setattr(build_memory, "available_memory", lambda: needed)
+    for source in (directory, arrays):
+        llm.update_weights(source)
 
 
 def test_on_an_accelerator_the_pool_has_what_is_left_of_its_share():
