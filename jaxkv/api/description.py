@@ -61,7 +61,7 @@ def _matmuls(blueprint: Blueprint) -> list[str]:
 
 def _copies(blueprint: Blueprint) -> str:
     copies = blueprint.kv_copies
-    return f" ({copies} copies of each KV head)" if copies > 1 else ""
+    return f" ({copies} copies of each KV head)" if copies else ""
 
 
 def _row(blueprint: Blueprint, engine: Engine) -> str:

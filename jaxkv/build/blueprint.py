@@ -81,12 +81,13 @@ class Blueprint:
         return self.placement.size
 
     @property
-    def kv_copies(self) -> int:
-        """Returns how many copies of a KV head the devices have, where those are more than it has
-        KV heads.
+    def kv_copies(self) -> str:
+        """Says how many copies of each KV head the devices have: "2", or "1 or 2" where layers
+        differ in it; nothing where no layer has any.
         """
-        parts = (leaf.part for leaves in self.layout.layers for leaf in leaves.values())
-        return max((part.copies for part in parts if part is not None), default=1)
+        parts = [leaves["k"].part for leaves in self.layout.layers if "k" in leaves]
+        counts = {1 if part is None else part.copies for part in parts}
+        return " or ".join(map(str, sorted(counts))) if max(counts, default=1) > 1 else ""
 
     @property
     def attention(self) -> Backend:

@@ -242,7 +242,7 @@ def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences
     heads = (
         f"{spec.query_heads} query and {spec.groups[0].num_kv_heads} KV heads of {spec.head_dim}"
     )
-    if blueprint.kv_copies > 1:
+    if blueprint.kv_copies:
         heads += f", {blueprint.kv_copies} copies of each of the model's KV heads among them"
     if not spec.kv_layers:
         heads = "no attention"

@@ -16,6 +16,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
+from families import text_config
 from jaxkv import LLM
 from jaxkv.api import cli
 from jaxkv.errors import CapacityError
@@ -119,6 +120,22 @@ def test_rows_that_all_heads_share_are_on_every_device(write, plan):
     assert re.search(
         r"KV cache of a token +800\.00 KiB\n +all of it on each device +100\.00 KiB\n", out
     )
+
+
+GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "heads"),
+    [
+        (LLAMA_3_70B | {"num_key_value_heads": 4}, "v6e:2x4", "64 query and 8 KV .*, 2 copies"),
+        (text_config("gemma4_text") | GEMMA, "v6e:2x2", "8 query and 4 KV .*, 1 or 2 copies"),
+        (LLAMA_3_70B, "v6e:2x4", "64 query and 8 KV heads of 128, weights"),
+    ],
+)
+def test_copies_of_kv_heads_are_named_where_devices_are_more(write, plan, config, target, heads):
+    _, out, _ = plan(write(config), "--target", target, "--context", 256, "--backend", "xla")
+    assert re.search(heads, out)
 
 
 def test_a_token_takes_what_each_layer_takes(write, plan):
