@@ -16,13 +16,18 @@ from safetensors.numpy import load_file
 
 from adapters import make_adapter
 from families import VARIANTS, text_config
+from jaxkv.build.blueprint import make_blueprint
+from jaxkv.build.model import find_model
+from jaxkv.build.options import EngineOptions
+from jaxkv.errors import CheckpointError
 from jaxkv.models.families import read_config, read_family
 from jaxkv.placement import place, with_copies
 from jaxkv.programs.filling import fill
 from jaxkv.programs.rounding import quantise
 from jaxkv.weights.arrays import take_weights
 from jaxkv.weights.load import Kept, load_weights
-from tiny import make_checkpoint, tiny_config
+from jaxkv.weights.orbax import convert
+from tiny import SMALL, make_checkpoint, tiny_config
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64}
 FALCON = {"num_attention_heads": 8, "hidden_size": 64}
@@ -86,6 +91,27 @@ def test_query_heads_have_to_be_divided_all_the_same(tmp_path, variant, changes,
     spec, layout = with_copies(*read_family(read_config(directory)), 4)
     with pytest.raises(ValueError, match=message):
         place(spec, layout, jax.devices()[:1] * 4, 4)
+
+
+def test_trees_with_other_copies_are_refused_with_what_to_give_instead(tmp_path):
+    directory = make_checkpoint(tmp_path, tiny_config("llama", **HEADS))
+    spec, layout = read_family(read_config(directory))
+    models = [with_copies(spec, layout, size) for size in (2, 4)]
+    kept = Kept(dtype="float32")
+    for given, wanted in (models, models[::-1]):
+        tree = load_weights(directory, *given, kept)
+        with pytest.raises(CheckpointError, match=r"layers.k: .* as many copies of its KV heads"):
+            take_weights(tree, *wanted, kept)
+
+
+def test_stored_trees_have_no_copies(tmp_path):
+    directory = make_checkpoint(tmp_path / "model", tiny_config("llama", **HEADS))
+    convert(directory, tmp_path / "converted", dtype="float32")
+    options = EngineOptions(tmp_path / "converted", **SMALL | {"tensor_parallel_size": 4})
+    model = find_model(options)
+    several = make_blueprint(options, model.spec, model.layout, jax.devices()[:1] * 4)
+    with pytest.raises(ValueError, match=r"KV heads for weights that jaxkv convert has .*, got 4"):
+        model.loaded(several)
 
 
 RUN = """
