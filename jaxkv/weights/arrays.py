@@ -53,16 +53,16 @@ def take_weights(
             is_plain = packing is None and leaf.one.info.below is None
             if is_plain and (found := kept.filled(leaf, [given])) is not None:
                 return found
-            given = in_host_memory(given)
-        given = given.view(jnp.bfloat16) if given.dtype == BITS else given
         if packing is None:
             return kept.put(copied(given, leaf, leaf.kept_as(kept.dtype)), leaf)
         # All of them in float32 at once would take twice what is given in bfloat16.
-        matrices = given.reshape(-1, *given.shape[-2:])
+        matrices = (given[place] for place in np.ndindex(given.shape[:-2]))
         floats = (copied(w_FD, leaf, np.dtype(np.float32)) for w_FD in matrices)
         return kept.put_packed(kept.quantised(floats, leaf.shape, packing), leaf)
 
-    def copied(given: np.ndarray, leaf: TreeLeaf, dtype: np.dtype[Any]) -> np.ndarray:
+    def copied(given: np.ndarray | jax.Array, leaf: TreeLeaf, dtype: np.dtype[Any]) -> np.ndarray:
+        given = in_host_memory(given) if isinstance(given, jax.Array) else given
+        given = given.view(jnp.bfloat16) if given.dtype == BITS else given
         host = aligned_empty(given.shape, dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is named below
             host[...] = given

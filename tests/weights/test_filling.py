@@ -12,6 +12,7 @@ import families
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import read_config, read_family
 from jaxkv.programs.filling import fill
+from jaxkv.programs.rounding import quantise
 from jaxkv.weights import arrays as own_trees
 from jaxkv.weights import safetensors
 from jaxkv.weights.arrays import take_weights
@@ -50,6 +51,20 @@ def test_arrays_on_devices_are_no_way_in_host_memory(tmp_path, monkeypatch, vari
         ):
             assert x.dtype == y.dtype, path
             np.testing.assert_array_equal(x, y, err_msg=str(path))
+
+
+def test_of_a_tree_that_is_quantised_one_matrix_at_a_time_is_in_host_memory(tmp_path, monkeypatch):
+    directory = make_checkpoint(tmp_path / "model", families.text_config("mixtral"))
+    spec, layout = read_family(read_config(directory))
+    tree = take_weights(read(directory), spec, layout, Kept(dtype="bfloat16", as_bits=True))
+    kept = Kept(dtype="bfloat16", quantization="int8", quantise=quantise, fill=fill)
+    want = take_weights(jax.tree.map(np.asarray, tree), spec, layout, kept)
+    shapes, in_host_memory = [], own_trees.in_host_memory
+    monkeypatch.setattr(
+        own_trees, "in_host_memory", lambda x: shapes.append(x.shape) or in_host_memory(x)
+    )
+    jax.tree.map(np.testing.assert_array_equal, take_weights(tree, spec, layout, kept), want)
+    assert {*map(len, shapes)} == {2}
 
 
 def test_what_is_not_finite_on_a_device_is_named(tmp_path):
