@@ -19,7 +19,8 @@ from families import VARIANTS, text_config
 from jaxkv.build.blueprint import make_blueprint
 from jaxkv.build.model import find_model
 from jaxkv.build.options import EngineOptions
-from jaxkv.errors import CheckpointError
+from jaxkv.build.origin import WeightNames, origin_of
+from jaxkv.errors import CheckpointError, SavedFileError
 from jaxkv.models.families import read_config, read_family
 from jaxkv.placement import place, with_copies
 from jaxkv.programs.filling import fill
@@ -112,6 +113,21 @@ def test_stored_trees_have_no_copies(tmp_path):
     several = make_blueprint(options, model.spec, model.layout, jax.devices()[:1] * 4)
     with pytest.raises(ValueError, match=r"KV heads for weights that jaxkv convert has .*, got 4"):
         model.loaded(several)
+
+
+def test_what_is_saved_with_other_copies_is_refused_with_why(tmp_path):
+    directory = make_checkpoint(tmp_path, tiny_config("llama", **HEADS))
+    found = []
+    for size in (1, 2, 4):
+        options = EngineOptions(directory, **SMALL | {"tensor_parallel_size": size})
+        model, devices = find_model(options), jax.devices()[:1] * size
+        blueprint = make_blueprint(options, model.spec, model.layout, devices)
+        weights = load_weights(directory, blueprint.spec, blueprint.layout, Kept(dtype="float32"))
+        found.append(origin_of(model, weights, blueprint, "", WeightNames()))
+    one, two, four = found
+    assert one == two
+    with pytest.raises(SavedFileError, match="or with other copies of KV heads"):
+        one.check(four, "a file")
 
 
 RUN = """
