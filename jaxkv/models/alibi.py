@@ -25,6 +25,9 @@ BASE = 256
 MAX_LEN = BASE**2
 """Positions that two numbers hold exactly in bfloat16."""
 
+MAX_HEADS = 2**14
+"""Bounds the slopes, which a model has one by one."""
+
 
 def slopes(num_heads: int, *, steepest: float = 8.0) -> tuple[float, ...]:
     """Returns the slope of each head: 2**(-steepest * n / N) for head n of 1 to N; where N is no

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxkv.models.alibi import MAX_LEN, slopes, with_slopes
+from jaxkv.models.alibi import MAX_HEADS, MAX_LEN, slopes, with_slopes
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import QKV, Layout, Names, leaf, read_decoder
 from jaxkv.models.spec import ModelSpec
@@ -23,7 +23,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("apply_residual_connection_post_layernorm", False)
     if config.get("n_embed") is not None:
         config = config.replaced(hidden_size=config.size("n_embed"))
-    heads = config.size("n_head")
+    heads = config.size("n_head", at_most=MAX_HEADS)
     config = config.replaced(
         num_attention_heads=heads,
         num_key_value_heads=heads,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.alibi import MAX_LEN, slopes, with_slopes
+from jaxkv.models.alibi import MAX_HEADS, MAX_LEN, slopes, with_slopes
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
 from jaxkv.models.spec import ModelSpec
@@ -27,7 +27,7 @@ NAMES = Names(
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     falls = config.flag("alibi", False)
     is_new = config.flag("new_decoder_architecture", False)
-    names, heads = NAMES, config.size("num_attention_heads")
+    names, heads = NAMES, config.size("num_attention_heads", at_most=MAX_HEADS)
     kv_heads = 1 if config.flag("multi_query", True) else heads
     if is_new:
         kv_heads = config.size("num_kv_heads", heads)

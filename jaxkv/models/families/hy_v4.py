@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.config_reader import MAX_NUMBER, ConfigReader
 from jaxkv.models.families.base import LAYER, Layout, leaf
 from jaxkv.models.families.experts import listed_dense, read_grouped
 from jaxkv.models.families.latent import read_index, read_latent, with_shared
@@ -30,9 +30,7 @@ def read(config: ConfigReader, *, interleaved: bool = False) -> tuple[ModelSpec,
         has_eps_on_way_out=True,
     )
     experts, router = read_grouped(config)
-    limit = config.get("swiglu_limit", 10.0)
-    if not isinstance(limit, int | float) or isinstance(limit, bool):
-        raise config.fail("swiglu_limit", "a number; 0 or less for none")
+    limit = config.number("swiglu_limit", 10.0, at_least=-MAX_NUMBER)  # 0 or less for none
     index = read_index(config, interleaved=interleaved)
     found = read_latent(
         config.replaced(num_key_value_heads=config.size("num_attention_heads")),
@@ -44,9 +42,7 @@ def read(config: ConfigReader, *, interleaved: bool = False) -> tuple[ModelSpec,
         router=router,
         is_dense=listed_dense(config, (0,)),
         index=replace(index, rotates_last=True, norm_eps=config.number("rms_norm_eps", 1e-5)),
-        scales=Scales(
-            limits=GateLimits(routed=(max(0.0, float(limit)),) * num_layers), hyper=hyper
-        ),
+        scales=Scales(limits=GateLimits(routed=(max(0.0, limit),) * num_layers), hyper=hyper),
     )
     otherwise = [layer for layer in range(num_layers) if layer and (layer - 1) % 4]
     spec, layout = with_shared(found, config, otherwise)

@@ -4,7 +4,7 @@ mosaicml/mpt-7b.
 
 from __future__ import annotations
 
-from jaxkv.models.alibi import MAX_LEN, slopes, with_slopes
+from jaxkv.models.alibi import MAX_HEADS, MAX_LEN, slopes, with_slopes
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import Layout, Names, read_decoder
 from jaxkv.models.spec import AttentionSpec, ModelSpec
@@ -31,7 +31,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     for key, built in (("alibi", True), ("prefix_lm", False), ("qk_ln", False)):
         own.refuse(key, built)
     own.refuse("attn_type", "multihead_attention")
-    heads, hidden = config.size("n_heads"), config.size("d_model")
+    heads, hidden = config.size("n_heads", at_most=MAX_HEADS), config.size("d_model")
     config = config.replaced(
         hidden_size=hidden,
         num_attention_heads=heads,
