@@ -468,9 +468,8 @@ def _generate(args: argparse.Namespace) -> int:
     lora = None if args.lora is None else LoRARequest("lora", 1, args.lora)
     # One prompt needs one row and two or three of the programs: compile those when they are met.
     llm = LLM(
-        **_engine_options(args, "generate"),
+        **{"lazy_compile": True, **_engine_options(args, "generate")},
         max_num_seqs=1,
-        lazy_compile=True,
         enable_lora=lora is not None,
     )
     prompt = _chat_prompt(llm, text) if args.chat else text
@@ -534,7 +533,7 @@ def _batch(args: argparse.Namespace) -> int:
             # Imports and weights take seconds to minutes: only when the files are known to be good.
             from jaxkv.api.llm import LLM
 
-            llm = LLM(**_engine_options(args, "batch"), lazy_compile=True)
+            llm = LLM(**{"lazy_compile": True, **_engine_options(args, "batch")})
             counts = run_batch(
                 llm,
                 source,

@@ -63,7 +63,7 @@ def generate(checkpoint, capsys):
 
 
 def test_the_prompt_and_its_continuation_go_to_standard_output(generate, checkpoint):
-    status, out, err = generate(PROMPT, "--temperature", "0")
+    status, out, err = generate(PROMPT, "--temperature", "0", "--lazy-compile")
     llm = LLM(checkpoint, dtype="float32", max_model_len=64, max_num_seqs=1, lazy_compile=True)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     (output,) = llm.generate(PROMPT, params, use_tqdm=False)
@@ -103,7 +103,7 @@ def test_what_no_flag_says_is_as_generation_config_has_it(generate, checkpoint, 
     (tmp_path / "in.jsonl").write_text(json.dumps({"id": 1, "prompt": PROMPT}))
     out = tmp_path / "out.jsonl"
     files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(out)]
-    assert cli.main(["batch", *common, *files, "--ignore-eos", "--quiet"]) == 0
+    assert cli.main(["batch", *common, *files, "--ignore-eos", "--quiet", "--lazy-compile"]) == 0
     row = json.loads(out.read_text())
     assert row["num_output_tokens"] == 5
     assert greedy[1].startswith(PROMPT + row["text"])
