@@ -38,6 +38,9 @@ IN_CONFIG = ("quantization_config", "compression_config")
 NUMBER = re.compile(r"\.(\d+|\{\w+\})(?=\.)")
 """The number of a layer or an expert in a tensor's name, or what stands for it in a family's."""
 
+WILD = re.compile(r"^re:|[*?[]")
+"""What names of modules have that stand for more than one."""
+
 BLOCK = (0, 0)
 
 
@@ -82,8 +85,11 @@ class Quantisation:
         """Tells whether a module is one of those that the config says are not quantised, or in one.
         A checkpoint's tensors say so themselves; this is for planning without them.
         """
+        # What has no wildcards fits only where it stands in the name, and may be one of thousands,
+        # for which patterns take their time.
         return any(
-            fnmatchcase(f"{module}.", _wildcards(name)) or f".{name}." in f".{module}."
+            f".{name}." in f".{module}."
+            or (WILD.search(name) is not None and fnmatchcase(f"{module}.", _wildcards(name)))
             for name in self.skipped
         )
 

@@ -3,9 +3,11 @@ its safetensors files are said to hold.
 """
 
 import math
+from fnmatch import fnmatchcase
 
 import pytest
 
+from jaxkv.models import quantisation
 from jaxkv.models.families import ConfigReader, read_family
 from jaxkv.models.quantisation import Quantisation, read_quantisation
 from jaxkv.weights.tree import tree_leaves
@@ -648,14 +650,23 @@ def test_modules_that_compressed_tensors_names_by_regular_expressions_are_not_qu
     assert not how.skips("model.layers.1.mlp.gate_proj")
 
 
-def test_modules_that_are_not_quantised_are_those_that_transformers_leaves():
+def test_modules_that_are_not_quantised_are_those_that_transformers_leaves(monkeypatch):
+    """Only names with wildcards become patterns: there may be thousands of others."""
     quantizers = pytest.importorskip("transformers.quantizers.quantizers_utils")
+    patterns = set()
+
+    def fits(name: str, pattern: str) -> bool:
+        patterns.add(pattern)
+        return fnmatchcase(name, pattern)
+
+    monkeypatch.setattr(quantisation, "fnmatchcase", fits)
     names = ["model.layers.1", "model.layers.*.mlp.gate", "lm_head", "model.layers.0.self_attn"]
     how = Quantisation(method="fp8", kind="scaled", skipped=tuple(names))
     ends = ("self_attn.q_proj", "mlp.gate", "mlp.gate_proj", "mlp.up_proj")
     modules = [f"model.layers.{layer}.{end}" for layer in (0, 1, 2, 10) for end in ends]
     for module in [*modules, "lm_head"]:
         assert how.skips(module) != quantizers.should_convert_module(module, names), module
+    assert patterns == {"model.layers.*.mlp.gate.*"}
 
 
 @pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
