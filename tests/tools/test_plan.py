@@ -123,6 +123,7 @@ def test_rows_that_all_heads_share_are_on_every_device(write, plan):
 
 
 GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2}
+GEMMA |= {"attention_k_eq_v": True}  # else all layers have as many KV heads
 
 
 @pytest.mark.parametrize(
