@@ -109,10 +109,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of --pairs")
     args = parser.parse_args()
     if args.pairs:
-        method, *rows = args.pairs
-        if method not in METHODS or not rows or not all(map(str.isdecimal, rows)):
+        method, *counts = args.pairs
+        if method not in METHODS or not counts or not all(map(str.isdecimal, counts)):
             parser.error(f"--pairs: expected a method and numbers of rows, got {args.pairs}")
-        pairs(method, [int(number) for number in rows], args.rounds)
+        pairs(method, [int(count) for count in counts], args.rounds)
         return
     rows: list[dict[str, Any]] = []
     for method in METHODS:
