@@ -116,6 +116,15 @@ class Placement:
             lambda path, leaf: self.weight(path[-1].key, leaf.shape), tree
         )
 
+    def copied(self, tree: Any) -> Any:
+        """Copies arrays of as many other devices to these, divided as they are there."""
+
+        def copy(x: jax.Array) -> jax.Array:
+            parts = x.sharding.spec if isinstance(x.sharding, NamedSharding) else WHOLE
+            return jax.device_put(x, self.sharding(parts))
+
+        return jax.tree.map(copy, tree)
+
     def kv(self, kv: PagedKV) -> PagedKV:
         """Returns the sharding of the KV state: pages by heads, tables and lengths whole."""
         whole: Any = WHOLE

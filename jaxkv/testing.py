@@ -13,7 +13,7 @@ from jaxkv.build.memory import Budget
 from jaxkv.build.model import Model
 from jaxkv.config import EngineConfig
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.handover import Handover
+from jaxkv.engine.streams import Front
 from jaxkv.requests.intake import Intake
 
 
@@ -22,8 +22,8 @@ def engine_of(llm: LLM | AsyncLLM) -> Engine:
     return blocking(llm)._engine
 
 
-def front_of(llm: LLM | AsyncLLM) -> Engine | Handover:
-    """Returns what runs requests: the engine, or what stands in front of two."""
+def front_of(llm: LLM | AsyncLLM) -> Front:
+    """Returns what runs requests: the engine, or what stands in front of several."""
     return blocking(llm)._front
 
 

@@ -29,7 +29,7 @@ from jaxkv.api.arguments import (
     request_of,
 )
 from jaxkv.api.description import describe
-from jaxkv.api.part import make_parts
+from jaxkv.api.part import make_parts, make_replicated
 from jaxkv.api.pooling import PoolingCalls
 from jaxkv.api.rendering import without_messages
 from jaxkv.api.session import Home, Session, chat_options, digest_of
@@ -50,8 +50,9 @@ from jaxkv.config import PREFILL, BeamSearchParams, SamplingParams
 from jaxkv.engine.beams import beam_output
 from jaxkv.engine.handover import Handover
 from jaxkv.engine.metrics import Metric, Metrics
+from jaxkv.engine.replicas import Replicas
 from jaxkv.engine.saving import page_form
-from jaxkv.engine.streams import complete, stream
+from jaxkv.engine.streams import Front, complete, stream
 from jaxkv.errors import CapacityError
 from jaxkv.holding.directory import Directory
 from jaxkv.holding.prefix import root_key
@@ -108,14 +109,20 @@ class LLM(PoolingCalls):
             undo.pop_all()
 
     def _build(self, options: EngineOptions, model: Model, devices: Sequence[jax.Device]) -> None:
-        """Loads the weights and allocates what the engine needs, or the two that there are."""
+        """Loads the weights and allocates what the engine needs, or those that there are."""
         self._parts = make_parts(options, model, devices)
         part = self._parts[0]
         self._model, self._blueprint, self._budget = part.model, part.blueprint, part.budget
-        # Each engine has a lock of its own.
-        self._engines = [part.make_engine(self._directory) for part in self._parts]
-        self._engine, *prefill = self._engines
-        self._front = Handover(prefill[0], self._engine) if prefill else self._engine
+        self._front: Front
+        if options.data_parallel_size > 1:
+            self._engines = make_replicated(self._parts)
+            self._engine = self._engines[0]
+            self._front = Replicas(self._engines)
+        else:
+            # Each engine has a lock of its own.
+            self._engines = [part.make_engine(self._directory) for part in self._parts]
+            self._engine, *prefill = self._engines
+            self._front = Handover(prefill[0], self._engine) if prefill else self._engine
         self._weight_names = WeightNames()
         self._intake = self._make_intake()
 
@@ -391,7 +398,12 @@ class LLM(PoolingCalls):
         """Returns the models of all parts with these weights, beside those that they have."""
         self._front.check_alive()
         try:
-            return [part.model.updated(part.blueprint, weights) for part in self._parts]
+            first, *others = self._parts
+            model = first.model.updated(first.blueprint, weights)
+            if isinstance(self._front, Replicas):
+                return [model, *(model.on(part.blueprint) for part in others)]
+            rest = (part.model.updated(part.blueprint, weights) for part in others)
+            return [model, *rest]
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -443,8 +455,20 @@ class LLM(PoolingCalls):
 
     @property
     def num_kv_tokens(self) -> int:
-        """Counts the tokens that the KV cache holds."""
-        return self._blueprint.limits.num_tokens
+        """Counts the tokens that the KV cache holds, of all engines."""
+        return self._blueprint.limits.num_tokens * self._num_replicas
+
+    @property
+    def _num_replicas(self) -> int:
+        return self._blueprint.options.data_parallel_size
+
+    def _check_one(self, what: str) -> None:
+        """Raises: ValueError where there are several engines, each with pages of its own."""
+        if self._num_replicas > 1:
+            raise ValueError(
+                f"{what}: expected data_parallel_size 1, since it is about the pages of one "
+                f"engine, got {self._num_replicas}"
+            )
 
     @property
     def compile_s(self) -> float:
@@ -500,8 +524,9 @@ class LLM(PoolingCalls):
         a sliding window has let go. Where layers have unlike windows, the pages of one page table
         come after those of another.
         Pages taken for its next tokens are listed too; what waits holds none, and neither that nor
-        what needs no more steps is listed.
+        what needs no more steps is listed. Raises: ValueError with several engines.
         """
+        self._check_one("page_table")
         with self._engine.lock:
             running = self._engine.scheduler.running
             return {
@@ -515,6 +540,7 @@ class LLM(PoolingCalls):
         """
         from jaxkv.api.views import PageRecording
 
+        self._check_one("record_pages")
         return PageRecording(self._engine)
 
     def prefix_tree(self) -> Picture:
@@ -523,6 +549,7 @@ class LLM(PoolingCalls):
         """
         from jaxkv.api.views import prefix_picture
 
+        self._check_one("prefix_tree")
         return prefix_picture(self._engine, self._intake)
 
     def _repr_html_(self) -> str:
@@ -550,14 +577,18 @@ class LLM(PoolingCalls):
 
     def describe(self) -> str:
         """Describes what this engine is and has: model, memory, programs, backend and why."""
-        prompts_on = [f"prompts   on {part.blueprint.placement}" for part in self._parts[1:]]
+        what = "replica" if self._num_replicas > 1 else "prompts"
+        others = [f"{what}   on {part.blueprint.placement}" for part in self._parts[1:]]
         lines = describe(
             self._model, self._blueprint, self._engine, self._budget, self._compile_cache
         )
-        return "\n".join([lines, *prompts_on])
+        return "\n".join([lines, *others])
 
     def _home(self, owner: Any, chat: Mapping[str, Any], lora_request: LoRARequest | None) -> Home:
-        """Returns what sessions of `owner`, which this engine serves, have in common."""
+        """Returns what sessions of `owner`, which this engine serves, have in common. Raises:
+        ValueError with several engines.
+        """
+        self._check_one("session")
         return Home(owner, self._intake, self._engine, self._origin, chat, lora_request)
 
     def _origin(self, form: str) -> Origin:

@@ -1,12 +1,14 @@
-"""Builds an engine with all that belongs to it, on some of the devices; two of them where prompts
-and outputs are computed apart.
+"""Builds an engine with all that belongs to it, on some of the devices; several of them where they
+divide requests between them, two where prompts and outputs are computed apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from threading import RLock
 
 import jax
 
@@ -17,6 +19,7 @@ from jaxkv.build.model import Model
 from jaxkv.build.options import EngineOptions
 from jaxkv.build.selftest import make_tested
 from jaxkv.build.speculation import draft_options
+from jaxkv.config import is_int
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.host_moves import make_tiers
 from jaxkv.holding.directory import Directory
@@ -35,8 +38,21 @@ class Part:
     files: ProgramFiles | None
     adapters: Weights
 
-    def make_engine(self, directory: Directory | None) -> Engine:
-        """Compiles the programs and allocates the KV cache. directory: where pages are kept too."""
+    def on(self, devices: Sequence[jax.Device]) -> Part:
+        """Returns a copy of it on other devices. Raises: CapacityError."""
+        blueprint = self.blueprint.on(devices)
+        return Part(
+            model=self.model.on(blueprint),
+            blueprint=blueprint,
+            budget=replace(self.budget, tried=None, compile_s=0.0),
+            files=open_program_files(blueprint.placement.devices),
+            adapters=blueprint.empty_adapters(),
+        )
+
+    def make_engine(self, directory: Directory | None, lock: RLock | None = None) -> Engine:
+        """Compiles the programs and allocates the KV cache. directory: where pages are kept too.
+        lock: the one that it shares with others.
+        """
         blueprint, tokenizer, draft = self.blueprint, self.model.tokenizer, self.model.draft
         programs = blueprint.programs(all_weights(self.model, self.adapters), files=self.files)
         self.budget.compile(programs, lazy=blueprint.options.lazy_compile)
@@ -60,13 +76,16 @@ class Part:
             adapters=self.adapters,
             make_adapters=blueprint.empty_adapters,
             draft=None if draft is None else draft.weights,
+            lock=lock,
         )
 
 
 def make_parts(options: EngineOptions, model: Model, devices: Sequence[jax.Device]) -> list[Part]:
-    """Returns what computes outputs, and behind it what computes prompts where that is apart.
-    Raises: as `LLM` does.
+    """Returns what computes outputs, and behind it what computes prompts where that is apart, or
+    copies of it that requests are divided between. Raises: as `LLM` does.
     """
+    if options.data_parallel_size > 1:
+        return _make_replicas(options, model, devices)
     if options.disaggregate is None:
         return [_make_part(options, model, devices)]
     first, second = options.disaggregate
@@ -88,6 +107,30 @@ def make_parts(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
     ]
 
 
+def make_replicated(parts: Sequence[Part]) -> list[Engine]:
+    """Makes engines that take turns, with one lock. They compile at the same time, as each needs
+    programs of its own.
+    """
+    lock = RLock()
+    with ThreadPoolExecutor(len(parts)) as threads:
+        made = [threads.submit(part.make_engine, None, lock) for part in parts]
+    return [one.result() for one in made]
+
+
+def _make_replicas(
+    options: EngineOptions, model: Model, devices: Sequence[jax.Device]
+) -> list[Part]:
+    count, size = options.data_parallel_size, options.tensor_parallel_size
+    if is_int(size) and 1 <= size <= len(devices) < count * size:
+        raise ValueError(
+            f"data_parallel_size: expected at most {len(devices) // size}, as {len(devices)} "
+            f"devices are here and an engine takes {size}, got {count}"
+        )
+    first = _make_part(options, model, devices)
+    starts = range(size, count * size, size)
+    return [first, *(first.on(devices[start : start + size]) for start in starts)]
+
+
 def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Device]) -> Part:
     blueprint = _make_blueprint(options, model, devices)
     model = model.loaded(blueprint)
@@ -96,6 +139,7 @@ def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
         devices[0],
         weight_bytes=model.weight_bytes + bytes_per_device(adapters),
         utilization=options.gpu_memory_utilization,
+        num_engines=options.data_parallel_size,
     )
     files = open_program_files(blueprint.placement.devices)
     budget = blueprint.budget(memory, all_weights(model, adapters), files)

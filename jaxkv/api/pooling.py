@@ -12,9 +12,7 @@ import numpy as np
 from jaxkv.api.arguments import IS_BAR, check_none, check_requests, request_of
 from jaxkv.build.model import Model
 from jaxkv.build.pooling import Pooling, unit
-from jaxkv.engine.engine import Engine
-from jaxkv.engine.handover import Handover
-from jaxkv.engine.streams import complete
+from jaxkv.engine.streams import Front, complete
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.adapters import listed_adapters, one_adapter
 from jaxkv.requests.intake import Intake
@@ -63,7 +61,7 @@ class PoolingCalls:
     generates.
     """
 
-    _front: Engine | Handover
+    _front: Front
     _intake: Intake
     _model: Model
 

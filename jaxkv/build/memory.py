@@ -60,13 +60,18 @@ class Memory:
         return self.limit - self.taken
 
 
-def device_memory(device: jax.Device, *, weight_bytes: int, utilization: float) -> Memory:
+def device_memory(
+    device: jax.Device, *, weight_bytes: int, utilization: float, num_engines: int = 1
+) -> Memory:
     """Returns the memory of `device`, to be asked with the weights loaded: on a CPU what this
     process (its cgroup) can still get and the weights, elsewhere the part `utilization` of what the
     device has.
+
+    num_engines: that a CPU's memory is for, each with weights of its own; others have devices of
+    their own.
     """
     if device.platform == "cpu":
-        available = available_memory()
+        available = max(0, available_memory() - (num_engines - 1) * weight_bytes) // num_engines
         # Programs need little here, whatever the pool's size: compiling twice to learn how much is
         # not worth the wait.
         return Memory(

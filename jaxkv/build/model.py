@@ -96,6 +96,15 @@ class Model:
             pooling = pooling.loaded(files, self.layout, size)
         return replace(self, pooling=pooling, draft=draft)._fitted(weights, blueprint)
 
+    def on(self, blueprint: Blueprint) -> Model:
+        """Returns the model with a copy of its weights on the devices of another blueprint like its
+        own. Raises: CapacityError for weights that are sure not to fit.
+        """
+        self._check_room(blueprint, f"a copy of the weights of {self.directory}")
+        draft, place = self.draft, blueprint.placement.copied
+        draft = None if draft is None else replace(draft, weights=place(draft.weights))
+        return replace(self, weights=place(self.weights), draft=draft)
+
     @staticmethod
     def _check_room(blueprint: Blueprint, what: str) -> None:
         check_room(

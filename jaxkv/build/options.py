@@ -235,6 +235,14 @@ class EngineOptions:
         commands=ENGINES + TARGETS,
         aliases=("-tp",),
     )
+    data_parallel_size: int = option(
+        1,
+        "engines, each with all weights and a KV cache on `tensor_parallel_size` devices of its "
+        "own, between which requests are divided",
+        check=IS_SIZE,
+        commands=ENGINES,
+        aliases=("-dp",),
+    )
     disaggregate: Sequence[int] | None = option(
         None,
         "(p, d): prompts are computed on the first p devices and outputs on the next d, each part "
@@ -421,6 +429,11 @@ class EngineOptions:
                 f"kv_disk_bytes: expected a number > 0 with kv_disk, and 0 without, got "
                 f"{self.kv_disk_bytes} with kv_disk={self.kv_disk!r}"
             )
+        if self.data_parallel_size > 1 and self.kv_disk is not None:
+            raise ValueError(
+                f"kv_disk: expected None with data_parallel_size {self.data_parallel_size}, since "
+                f"a directory is one engine's, got {self.kv_disk!r}"
+            )
         for name in OF_LORA:
             if not self.enable_lora and (got := getattr(self, name)) != DEFAULTS[name]:
                 raise ValueError(f"{name}: expected none without enable_lora, got {got!r}")
@@ -438,6 +451,7 @@ class EngineOptions:
 OF_LORA = ("max_loras", "max_lora_rank", "max_cpu_loras")
 ALONE = {
     "tensor_parallel_size": 1,
+    "data_parallel_size": 1,
     "enable_prefix_caching": True,
     "kv_policy": "full",
     "kv_host_bytes": 0,

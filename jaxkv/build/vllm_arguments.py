@@ -131,7 +131,7 @@ _SOME: dict[str, Foreign] = {
     "device": Foreign(default="auto", nearest="the environment variable JAX_PLATFORMS"),
     "distributed_executor_backend": Foreign(default=None, also=("mp", "uni"), nearest=_DEVICES),
     "worker_use_ray": Foreign(default=False, nearest=_DEVICES),
-    "data_parallel_backend": Foreign(default="mp", nearest=_DEVICES),
+    "data_parallel_backend": Foreign(default="mp", nearest="data_parallel_size"),
     "enable_chunked_prefill": Foreign(default=True, nearest="max_num_batched_tokens"),
     "scheduling_policy": Foreign(default="fcfs", also=("priority",), nearest="generate(priority=)"),
     "logprobs_mode": Foreign(default="raw_logprobs"),
@@ -171,7 +171,6 @@ _SOME: dict[str, Foreign] = {
     "otlp_traces_endpoint": Foreign(default=None, nearest="LLM.get_metrics"),
     "enable_log_requests": Foreign(default=False, nearest="RequestOutput.metrics"),
     "pipeline_parallel_size": Foreign(default=1, nearest=_DEVICES),
-    "data_parallel_size": Foreign(default=1, nearest=_DEVICES),
     "decode_context_parallel_size": Foreign(default=1, nearest=_DEVICES),
     "enable_expert_parallel": Foreign(default=False, nearest=_DEVICES),
     "nnodes": Foreign(default=1, nearest=_DEVICES),
@@ -540,7 +539,6 @@ _OF_SERVER = {
 
 _SHORT = {
     "pp": "pipeline_parallel_size",
-    "dp": "data_parallel_size",
     "ep": "enable_expert_parallel",
     "dcp": "decode_context_parallel_size",
     "pcp": "prefill_context_parallel_size",

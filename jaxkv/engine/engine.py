@@ -18,9 +18,10 @@ from jaxkv.engine.pages import is_computed, measure_pages, move_pages, slot_nbyt
 from jaxkv.engine.plan import LoopPlan, StepPlan
 from jaxkv.engine.results import Flight, Observed, Results
 from jaxkv.engine.rows import RowTables
-from jaxkv.engine.scheduler import Scheduler
+from jaxkv.engine.scheduler import STEP_COST, Scheduler
 from jaxkv.engine.speculation import Speculator
 from jaxkv.errors import EngineDeadError
+from jaxkv.holding.hold import Hold
 from jaxkv.holding.pins import Pins
 from jaxkv.holding.tiers import Tiers
 from jaxkv.kv.state import PagedKV, Statistics
@@ -55,7 +56,8 @@ class Engine:
     `make_kv` makes an empty KV state again should an interrupt destroy it half way, `make_adapters`
     the room for adapters (`weights.adapters.empty_adapters`). `draft`: the weights of a draft
     model, {} for none.
-    `decode_token` names single tokens in logprobs (None without a tokenizer).
+    `decode_token` names single tokens in logprobs (None without a tokenizer). lock: the one that
+    engines share which take turns too.
     """
 
     def __init__(
@@ -71,9 +73,10 @@ class Engine:
         adapters: Weights | None = None,
         make_adapters: Callable[[], Weights] = dict,
         draft: Weights | None = None,
+        lock: RLock | None = None,
     ) -> None:
         # Reentrant: the garbage collector may abort a stream within a step.
-        self._lock = RLock()
+        self._lock = RLock() if lock is None else lock
         self.weights = weights
         self.adapters: Weights = {} if adapters is None else adapters
         self._make_adapters = make_adapters
@@ -137,6 +140,39 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def num_rows(self) -> int:
+        """Counts the requests that may run at once."""
+        return self.scheduler.config.max_num_seqs
+
+    @property
+    def is_ready(self) -> bool:
+        """Tells whether what was launched last is done: a step launches the next thing at once and
+        waits for nothing.
+        """
+        return self._flight is None or self._flight.is_done
+
+    @property
+    def num_owed(self) -> int:
+        """Counts the tokens that its requests have still to compute before their next ones, and
+        `STEP_COST` for each of them, which take part in later steps too.
+        """
+        pending = sum(request.num_pending for request in self._requests)
+        return pending + STEP_COST * len(self._requests)
+
+    def num_cached(self, request: Request) -> int:
+        """Counts the first tokens of a request, not added yet, that the prefix cache has."""
+        scheduler, hold = self.scheduler, Hold(request.hold.chain, request.prompt_len)
+        most = min(scheduler.most_cached(request), request.prompt_len - 1)
+
+        def look() -> int:
+            hold.begin(scheduler.allocators)
+            found = hold.take_cached(request.tokens, most)
+            hold.release()
+            return found
+
+        return self.change(look)
 
     def add(self, submission: Submission) -> None:
         """Queues what `Intake` made, but for requests that are there already. Raises: ValueError

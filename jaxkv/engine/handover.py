@@ -104,6 +104,10 @@ class Handover:
         return self._decode.scheduler
 
     @property
+    def num_rows(self) -> int:
+        return self._decode.num_rows
+
+    @property
     def has_work(self) -> bool:
         return self._decode.has_work or bool(self._coming or self._prefill.leaving)
 
@@ -243,15 +247,7 @@ class Handover:
         most = self.scheduler.most_cached(request)
         if request.hold.retention is not None or most < request.prompt_len - 1:
             return False
-        hold = _hold(request)
-
-        def look() -> int:
-            hold.begin(self.scheduler.allocators)
-            num_found = hold.take_cached(request.tokens, request.prompt_len - 1)
-            hold.release()
-            return num_found
-
-        return request.prompt_len - self._decode.change(look) > size
+        return request.prompt_len - self._decode.num_cached(request) > size
 
     @property
     def _ready(self) -> list[Request]:

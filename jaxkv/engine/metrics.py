@@ -390,10 +390,15 @@ def prometheus_text(metrics: Iterable[Metric]) -> str:
             described.add(name)
             lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {kind}"]
         if isinstance(metric, Histogram):
+            labels = metric.labels
             lines += [
-                f'{name}_bucket{{le="{bound}"}} {count}' for bound, count in metric.buckets.items()
+                f"{_labelled(f'{name}_bucket', labels | {'le': bound})} {count}"
+                for bound, count in metric.buckets.items()
             ]
-            lines += [f"{name}_sum {metric.sum}", f"{name}_count {metric.count}"]
+            lines += [
+                f"{_labelled(f'{name}_sum', labels)} {metric.sum}",
+                f"{_labelled(f'{name}_count', labels)} {metric.count}",
+            ]
         elif isinstance(metric, (Gauge, Counter)):
             lines.append(f"{_labelled(name, metric.labels)} {metric.value}")
     return "\n".join(lines) + "\n"

@@ -69,6 +69,14 @@ class Flight:
     def requests(self) -> list[Request]:
         return [request for request, _ in self.rows]
 
+    @property
+    def is_done(self) -> bool:
+        """Tells whether the device has computed it. Devices work in order, so its last result
+        tells.
+        """
+        last: Any = self.pooled_BD if self.sampled is None else self.sampled.token_B
+        return last is None or last.is_ready()
+
 
 class Results:
     """Reads flights: gives every request its tokens, and takes those that end with them out of the

@@ -6,17 +6,21 @@ from collections.abc import Generator, Iterator
 
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.handover import Handover
+from jaxkv.engine.replicas import Replicas
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.request import Submission
 
+Front = Engine | Handover | Replicas
+"""An engine, or what stands in front of several as one."""
+
 
 def complete(
-    engine: Engine | Handover, arriving: Iterator[tuple[int, Submission | ValueError]]
+    engine: Front, arriving: Iterator[tuple[int, Submission | ValueError]]
 ) -> Generator[tuple[int, Submission | ValueError]]:
     """Runs what arrives and yields it when it has finished, a refusal at once."""
     # As many again as can finish in one step: the scheduler never looks at an empty queue while
     # more are to come.
-    window = 2 * engine.scheduler.config.max_num_seqs
+    window = 2 * engine.num_rows
     taken: dict[int, Submission] = {}
     try:
         while True:
@@ -49,7 +53,7 @@ def complete(
                 engine.abort(submission)
 
 
-def _step(engine: Engine | Handover, num_waiting: int) -> None:
+def _step(engine: Front, num_waiting: int) -> None:
     """Takes a step for so many requests that have not finished. Raises: RuntimeError if the engine
     has none, which would be asked without end.
     """
@@ -58,7 +62,7 @@ def _step(engine: Engine | Handover, num_waiting: int) -> None:
     engine.step()
 
 
-def stream(engine: Engine | Handover, submission: Submission) -> Iterator[RequestOutput]:
+def stream(engine: Front, submission: Submission) -> Iterator[RequestOutput]:
     """Yields what is new of the submission as it comes; closing the iterator ends it."""
     try:
         engine.add(submission)
