@@ -101,7 +101,7 @@ class JaxKV(ModelAPI):
 
     def max_connections(self) -> int:
         """Returns how many samples run at once where nothing is said: enough for every row."""
-        return 2 * self.llm._llm._blueprint.limits.max_num_seqs
+        return 2 * self.llm._llm._front.num_rows
 
     async def tokenize(self, text: str) -> list[int]:
         """Returns the tokens of a text."""

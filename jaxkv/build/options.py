@@ -240,7 +240,7 @@ class EngineOptions:
         "engines, each with all weights and a KV cache on `tensor_parallel_size` devices of its "
         "own, between which requests are divided",
         check=IS_SIZE,
-        commands=ENGINES,
+        commands=("batch", "serve"),
         aliases=("-dp",),
     )
     disaggregate: Sequence[int] | None = option(
