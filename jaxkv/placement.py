@@ -218,9 +218,11 @@ def place(
             lengths.add(("recurrent channels or heads", array.shape[array.axis]))
     for what, length in sorted(lengths):
         if length % size:
+            # Of more devices than KV heads each would have a copy of one (`with_copies`).
+            expected = "a divisor or a multiple" if what == "KV heads" and size % length else ""
             raise ValueError(
-                f"tensor_parallel_size: expected a divisor of the model's {length} {what}, got "
-                f"{size}"
+                f"tensor_parallel_size: expected {expected or 'a divisor'} of the model's {length} "
+                f"{what}, got {size}"
             )
     divided = {*MUST_DIVIDE, "vocab"} if spec.vocab_size % size == 0 else {*MUST_DIVIDE}
     axes = [

@@ -262,7 +262,7 @@ def test_a_layer_adds_up_over_devices_twice(runs, request):
         (True, "expected 1 to 8, the devices here, got True"),
         ("2", "expected 1 to 8, the devices here, got '2'"),
         (8, "expected a divisor of the model's 4 KV heads, got 8"),
-        (3, "expected a divisor of the model's 4 KV heads, got 3"),
+        (3, "expected a divisor or a multiple of the model's 4 KV heads, got 3"),
     ],
 )
 def test_a_size_that_does_not_fit_is_refused(size, message):

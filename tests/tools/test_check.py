@@ -208,7 +208,7 @@ def test_a_compiler_that_dies_is_a_reason():
     [
         (
             ["--tensor-parallel-size", "3", "--target", "v6e:2x4"],
-            "expected a divisor of the model's 2 KV heads, got 3",
+            "expected a divisor or a multiple of the model's 2 KV heads, got 3",
         ),
         (
             ["--target", "v6e", "--max-model-len", "9999"],

@@ -305,7 +305,7 @@ def test_json_and_picture_say_the_same(write, plan, tmp_path):
         (["--target", "v6e:0x1"], "target: expected v6e:AxB"),
         (
             ["--target", "v6e:2x4", "--tensor-parallel-size", "3"],
-            "expected a divisor of the model's 8 KV heads, got 3",
+            "expected a divisor or a multiple of the model's 8 KV heads, got 3",
         ),
         (
             ["--target", "v6e:2x4", "--tensor-parallel-size", "16"],
