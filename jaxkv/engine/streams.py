@@ -36,7 +36,12 @@ def complete(
             # Asked of the requests, not of `step`: a stream that is read between two results takes
             # steps too, and so do other threads.
             with engine.lock:
-                finished = [(index, one) for index, one in taken.items() if one.is_finished]
+                # The first sample first, which for thousands at each step costs a fifth.
+                finished = [
+                    (index, one)
+                    for index, one in taken.items()
+                    if one.samples[0].finish_reason is not None and one.is_finished
+                ]
                 if not finished:
                     _step(engine, len(taken))
             for index, one in finished:
