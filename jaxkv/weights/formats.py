@@ -23,7 +23,18 @@ import numpy.typing as npt
 from jaxkv.config import is_int
 from jaxkv.models.families.base import Leaf, Part
 from jaxkv.models.quantisation import Quantisation
-from jaxkv.weights.packing import FACTOR, INT4, SCALES, TABLE, ZEROS, Packing, from_pairs
+from jaxkv.weights.packing import (
+    BFLOAT16,
+    FACTOR,
+    FLOAT32,
+    INT4,
+    LEAST_GROUP,
+    SCALES,
+    TABLE,
+    ZEROS,
+    Packing,
+    from_pairs,
+)
 
 Parts = Mapping[str, npt.NDArray[Any]]
 """The stored tensors of a weight, by what `Form.parts` calls them."""
@@ -37,7 +48,6 @@ FP4 = np.concatenate([FP4, -FP4])
 
 E8M0, E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
 
-FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 KEPT = (FLOAT32, BFLOAT16, np.dtype(np.float16), E8M0, E4M3)
 """What scales may stay; others become float32."""
 
@@ -51,9 +61,6 @@ EXPECTED: dict[str, np.dtype[Any]] = {
     "pairs": E8M0,
 }
 """Of which dtype scales mostly are, by `Quantisation.kind`; others are of the model's."""
-
-LEAST_GROUP = 8
-"""Columns: with fewer, scales would take as much as the values."""
 
 
 @dataclass(frozen=True, slots=True)

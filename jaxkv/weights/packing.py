@@ -31,6 +31,7 @@ GROUP = 128
 """Columns that share a scale in 4 bits, fewer where that is no divisor."""
 
 LEAST_GROUP = 8
+"""Columns: with fewer, scales would take as much as the values."""
 
 INT4 = np.dtype(ml_dtypes.int4)
 METHODS = {

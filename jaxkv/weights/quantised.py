@@ -16,10 +16,8 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.families.base import Part
 from jaxkv.models.quantisation import MIXED, Quantisation, of_modelopt
 from jaxkv.weights.formats import FORMS, Form, Parts, Stored
-from jaxkv.weights.packing import Packing
+from jaxkv.weights.packing import FLOAT32, Packing
 from jaxkv.weights.safetensors import Checkpoint, TensorEntry
-
-FLOAT32 = np.dtype(np.float32)
 
 OF_ACTIVATIONS = (
     *("input_scale", "input_scale_ub", "input_zero_point", "input_global_scale", "output_scale"),

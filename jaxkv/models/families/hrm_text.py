@@ -58,7 +58,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         ),
     )
     (leaves,) = layout.layers
-    low_leaves = {**leaves, **_fused(leaves, spec, config)}
+    low_leaves = {**leaves, **_fused(leaves, spec.hidden_size)}
     high_leaves = {
         name: replace(one, source=one.source.replace(LOW, HIGH)) for name, one in low_leaves.items()
     }
@@ -80,9 +80,9 @@ def _passes(count: int, high: int, low: int) -> tuple[Pass, ...]:
     return tuple(found)
 
 
-def _fused(leaves: Mapping[str, Leaf], spec: ModelSpec, config: ConfigReader) -> dict[str, Leaf]:
+def _fused(leaves: Mapping[str, Leaf], hidden: int) -> dict[str, Leaf]:
     """Describes matrices that checkpoints have as one, and the biases beside these."""
-    hidden, size = spec.hidden_size, leaves["q"].info.shape[0]
+    size = leaves["q"].info.shape[0]
     axes = {"attn_gate": "heads", "q": "heads", "k": "kv_heads", "v": "kv_heads"}
     sizes = dict.fromkeys(FUSED, size)
     found = rows_of(f"{LOW}attn.gqkv_proj.weight", sizes, hidden, axes)
