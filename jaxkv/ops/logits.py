@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 NO_TOKEN = -1
+FINITE = 1e30
+"""As large as penalties make a logit at most: still finite when it is divided by a temperature."""
 
 
 def allow(logits_BV: jax.Array, masked_B: jax.Array, allowed_BM: jax.Array) -> jax.Array:
@@ -57,6 +59,8 @@ def penalise(
         logit_BN = _gather(before_BV, token_BN)
         factor_B1 = repetition_B[:, None]
         less_BN = jnp.where(logit_BN > 0, logit_BN / factor_B1, logit_BN * factor_B1)
+        # Where all allowed tokens have come, -inf would make them as unlikely as the others.
+        less_BN = jnp.where(jnp.isinf(logit_BN), logit_BN, jnp.clip(less_BN, -FINITE, FINITE))
         logits_BV = logits_BV.at[_places(token_BN, logits_BV)].set(less_BN, mode="drop")
     for token_BN in generated:
         once_BN = jnp.broadcast_to(-frequency_B[:, None], token_BN.shape)

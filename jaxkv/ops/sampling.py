@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.config import GREEDY_BELOW
+from jaxkv.config import GREEDY_BELOW, MIN_FLOAT32
 from jaxkv.ops.layers import by_pieces, total
 from jaxkv.ops.logits import NO_TOKEN, add_bias, allow, forbid, penalise
 from jaxkv.pytree import pytree
@@ -238,7 +238,9 @@ def _draw(
     """Applies temperature, min-p, top-k, top-p (in vLLM's order), then makes one Gumbel-max draw
     per row.
     """
-    scaled_BV = logits_BV / jnp.where(greedy_B, 1.0, sampling.temperature_B)[:, None]
+    # XLA multiplies by 1 / temperature, which is flushed to 0 beyond: -inf times 0 is NaN.
+    temperature_B = jnp.minimum(sampling.temperature_B, 1 / MIN_FLOAT32)
+    scaled_BV = logits_BV / jnp.where(greedy_B, 1.0, temperature_B)[:, None]
     floor_B = scaled_BV.max(axis=-1) + jnp.log(sampling.min_p_B)
     scaled_BV = jnp.where(scaled_BV < floor_B[:, None], -jnp.inf, scaled_BV)
     top_k_B, top_p_B = sampling.top_k_B, sampling.top_p_B

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxkv.ops.layers import by_pieces
+from jaxkv.ops.logits import NO_TOKEN
 from jaxkv.ops.sampling import (
     GREEDY_BELOW,
     NUM_LOGPROBS,
@@ -274,6 +275,21 @@ def test_a_temperature_below_the_threshold_is_greedy_and_one_at_it_draws():
         0,
         1,
     }
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_k": 3, "top_p": 0.9}])
+def test_the_largest_temperature_and_penalty_draw_what_may_come_only(fields):
+    logits_BV = logits_of(*[[-3.0, -4.0, -2.0]] * 64)
+    drawn = [
+        draw(logits_BV, make_sampling(64, temperature=temperature, **fields)).token_B.tolist()
+        for temperature in (1e30, np.finfo(np.float32).max)
+    ]
+    assert set(drawn[0]) == {0, 1, 2}
+    assert drawn[1] == drawn[0]
+    fields |= {"repetition": 1e38, "history": [5, 6, 7, *[NO_TOKEN] * (MAX_LEN - 3)]}
+    for temperature in (0.0, GREEDY_BELOW, 1.0):
+        sampling = make_sampling(64, temperature=temperature, **fields)
+        assert set(draw(np.roll(logits_BV, 5, axis=1), sampling).token_B.tolist()) <= {5, 6, 7}
 
 
 def test_greedy_takes_the_first_of_equals_whatever_the_filters_and_beside_rows_that_draw():
