@@ -197,6 +197,21 @@ def generate(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in _outputs(llm)]
 
 
+ELSEWHERE = {
+    "bailing_moe": "Ling and Ring, 1 and 2.0",
+    "chatglm": "ChatGLM2, ChatGLM3 and GLM-4 of 2024 as first published",
+    "deepseek": "DeepSeekMoE 16B",
+    "internlm2": "InternLM2 and 2.5",
+    "kimi_k2": "Kimi K2",
+    "mimo": "MiMo 7B",
+    "minicpm": "MiniCPM 1 and 2",
+    "nemotron-nas": "Llama-Nemotron 49B, 51B and 253B",
+    "orion": "Orion 14B",
+    "PanguEmbedded": "openPangu-Embedded",
+}
+"""Models that transformers 5.24 has no class of."""
+
+
 def _without_row(rows: dict[str, list[str]]) -> list[str]:
     """Says which variants were not measured, if any."""
     left = [variant for variant in (*ALONE, *WRAPPED) if variant not in rows]
@@ -274,6 +289,11 @@ def write(rows: dict[str, list[str]]) -> None:
         *(f"{number}. {reason}" for reason, number in reasons.items()),
         "",
         *_without_row(rows),
+        "Read too, though transformers 5.24 has no class of them; tests hold them equal to "
+        "families that it has, or to Llama of its parts: "
+        + ", ".join(f"{name} ({models})" for name, models in ELSEWHERE.items())
+        + ".",
+        "",
         f"{', '.join(UNSCALED)}: compared with transformers' logits times the factor of the text "
         "part, which transformers 5.24 leaves out in these. The text part's own class multiplies "
         "by it, as vLLM does, and so does jaxkv.",

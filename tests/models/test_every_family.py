@@ -369,4 +369,7 @@ def test_minicpm_is_granite_by_other_names():
 
 
 ELSEWHERE = {"internlm2", "kimi_k2", "minicpm", "qwen2", "qwen3"}
-"""Families that are tested below, or with the variants of tests/tiny.py."""
+ELSEWHERE |= {"bailing_moe", "chatglm", "deepseek", "nemotron_nas", "orion", "pangu_embedded"}
+"""Families that are tested below, in test_outside_transformers.py, or with the variants of
+tests/tiny.py.
+"""

@@ -136,10 +136,13 @@ third is a model of several parts itself, Qwen Omni's without those that speak.
 """
 
 RENAMED = {
+    "PanguEmbedded": "pangu_embedded",
+    "bailing_moe_v2": "bailing_moe",
     "exaone4_5_text": "exaone4",
     "gpt-sw3": "gpt2",
     "mimo": "qwen2",
     "modernbert-decoder": "modernbert_decoder",
+    "nemotron-nas": "nemotron_nas",
     "openai-gpt": "openai_gpt",
 }
 """Other names of families: older ones, those that no file can have, and those of models that are
