@@ -319,9 +319,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"layer_types": ["hybrid"] * 3, "num_hidden_layers": 3, "conv_kernel_size": 3}
     | {"n_layers_per_attn_res_block": 1, "unpadded_vocab_size": 151},
     "inkling2_loop_text": INKLING2
-    | {"num_hidden_layers": 8, "layer_types": ["hybrid_sliding", "hybrid"] * 4}
+    | {"num_hidden_layers": 6, "layer_types": ["hybrid_sliding", "hybrid"] * 3}
     | {"unpadded_vocab_size": 151, "swa_head_dim": 16, "loop_gate_rank": 10}
-    | {"loop_layer_index_start": 2, "loop_layer_index_end": 6, "loop_num_passes": 2},
+    | {"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2},
     "inkling2_loop_text-once": INKLING2
     | {"n_layers_per_attn_res_block": 1, "unpadded_vocab_size": 151, "loop_gate_rank": 10}
     | {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 1},
@@ -930,6 +930,57 @@ UNSCALED: dict[str, Callable[[Any], float]] = {
 """Models whose logits transformers 5.24 does not scale, and the factor: the text part's own class
 multiplies by it, as vLLM does, and so was it trained.
 """
+
+MECHANISMS = {
+    "apertus",  # an activation with parameters
+    "axk2",  # latent attention, gates of it that are made of what queries are, and of norms
+    "bitnet",  # norms within attention and MLP
+    "bloom",  # scores that fall with distance, a norm behind the embeddings
+    "cohere-qk-norm",  # weights of its own for each head, side by side, interleaved
+    "deepseek_v4",  # entries of several tokens, experts by token, outputs by groups of heads
+    "diffllama",  # pairs of heads, of which the second is taken off
+    "dots3_note_text",  # latents of two sizes that are scaled, windows beside an index
+    "doge",  # keys that add to scores what they are worth, a stream that is weighed
+    "dory",  # vectors of length 1, steps towards what blocks give, layers that run more than once
+    "falcon",  # one KV head, fused
+    "falcon-new",  # fused by head, two norms
+    "falcon_h1",  # Mamba2 and attention side by side, factors on everything
+    "gemma2",  # capped logits, norms less one, a scale of its own
+    "gemma3n_text",  # several streams, maps of low rank, gates that are cut off
+    "gemma4_text",  # kinds of layers, keys of others, inputs of their own
+    "glm5_next",  # several streams with a matrix between them, keys chosen by pools, least decays
+    "glm_moe_dsa-shared",  # keys chosen by an index, some by that of a layer before
+    "gpt2",  # learned positions, transposed weights
+    "granite_swa",  # sinks
+    "hrm_text",  # two stacks by turns, on the sum of what they gave
+    "inkling2_loop",  # entries of layers, convolutions and sinks by token, messages, bounded lengths
+    "inkling_mm_model",  # scores by distance, convolutions of four kinds, shared experts that weigh
+    "jetmoe",  # experts' queries and outputs of attention
+    "mimo_v2_flash",  # values smaller than keys, KV heads by the kind of layer, experts
+    "llama4",  # chunks, layers without rotation, weighed inputs of experts; text part of a model
+    "longcat_flash",  # experts whose results join later, or that give back what comes in
+    "minimax_m3_vl",  # blocks of keys chosen by each KV head
+    "mllama",  # layers that are left out, embeddings behind the vocabulary's
+    "minimax",  # a stream that goes on from behind norms, decays by layer
+    "ministral3",  # queries that grow
+    "muse_spark",  # norms unlike the others, and of each expert's result, gates of what joins
+    "modernbert_decoder",  # a block before the head
+    "nanochat",  # norms without weights, the other way round
+    "nemotron",  # LayerNorms less one, no gate
+    "nemotron_h-latent",  # layers of one block each, experts without a gate and of their own size
+    "opt-behind",  # norms of what blocks have joined, embeddings smaller than the stream
+    "olmo2",  # norms over all heads, behind the blocks
+    "qwen4_exp",  # gated streams, n-grams of token ids, pools chosen by the mean of their keys
+    "qwen3_next",  # a recurrence beside gated attention, experts
+    "rwkv",  # what came before each token, averages of values
+    "stablelm-parallel",  # a tensor for each head
+    "xglm",  # sines of positions
+    "xlstm",  # exponential gates, what queries find over what they find of keys
+    "zamba",  # Mamba by heads
+    "zaya",  # queries and keys that see the last tokens, routers that see what others saw
+    "zamba2",  # blocks that layers share, whose result only a recurrence sees
+}
+"""One variant for each mechanism: gemma3_text and phi3-longrope have tests of their own."""
 
 
 def hf_config(variant: str) -> Any:

@@ -15,6 +15,7 @@ import pytest
 from jaxkv import LLM, SamplingParams
 from jaxkv.kv.state import PageTables
 from jaxkv.models import decoder
+from jaxkv.ops.attention import Backend
 from jaxkv.programs.inputs import empty_batch
 from jaxkv.testing import config_of, engine_of, model_of
 from poison import poison_kv, poisoned
@@ -73,13 +74,19 @@ def tiny_llm(directory: Path, **options: object) -> LLM:
     return LLM(directory, skip_tokenizer_init=True, **{"dtype": "float32"} | limits | options)
 
 
-@partial(jax.jit, static_argnames="spec", compiler_options={"xla_backend_optimization_level": "0"})
-def all_logits(weights, kv, batch, *, spec):
-    kv, x_TD, _ = decoder.forward(weights, kv, batch, spec=spec, backend="xla")
+@partial(
+    jax.jit,
+    static_argnames=("spec", "backend"),
+    compiler_options={"xla_backend_optimization_level": "0"},
+)
+def all_logits(weights, kv, batch, *, spec, backend):
+    kv, x_TD, _ = decoder.forward(weights, kv, batch, spec=spec, backend=backend)
     return decoder.logits(weights, x_TD, spec=spec)
 
 
-def logits_of(llm: LLM, sequences: list[list[int]], *, weights: Any = None) -> list[np.ndarray]:
+def logits_of(
+    llm: LLM, sequences: list[list[int]], *, weights: Any = None, backend: str | Backend = "xla"
+) -> list[np.ndarray]:
     """[T, V] of each sequence (one of a single token comes first), which gets no longer: all in one
     packed step, in a pool full of NaN.
     """
@@ -117,9 +124,8 @@ def logits_of(llm: LLM, sequences: list[list[int]], *, weights: Any = None) -> l
     batch.count_B[:] = lengths
     batch.start_B[1:] = np.cumsum(lengths)[:-1]
     batch = replace(batch, num_decode=np.int32(lengths[0] == 1), num_rows=np.int32(num_rows))
-    logits_TV = all_logits(
-        model_of(llm).weights if weights is None else weights, kv, batch, spec=model_of(llm).spec
-    )
+    weights = model_of(llm).weights if weights is None else weights
+    logits_TV = all_logits(weights, kv, batch, spec=model_of(llm).spec, backend=backend)
     return np.split(np.asarray(logits_TV), np.cumsum(lengths)[:-1])
 
 
@@ -143,13 +149,13 @@ def reference_logits(torch: Any, model: Any, ids: list[int]) -> np.ndarray:
     return np.concatenate(made)
 
 
-def assert_logits_equal(torch: Any, model: Any, llm: LLM) -> None:
+def assert_logits_equal(torch: Any, model: Any, llm: LLM, backend: str | Backend = "xla") -> None:
     """At every position of every prompt, and of it with its greedy tokens, where each is the
     likeliest here as well.
     """
     tokens = expected_tokens(torch, model, NUM_SCORED)
     sequences = prompts() + [ids + new for ids, new in zip(prompts(), tokens, strict=True)]
-    logits = logits_of(llm, sequences)
+    logits = logits_of(llm, sequences, backend=backend)
     tolerance = RECURRENT if model_of(llm).spec.states else TOLERANCE
     for ids, got in zip(sequences, logits, strict=True):
         want = reference_logits(torch, model, ids)

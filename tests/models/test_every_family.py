@@ -18,12 +18,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import families
-from families import ALONE, LONG, VARIANTS, WRAPPED, hf_config, make_hf_model
+from families import ALONE, LONG, MECHANISMS, VARIANTS, WRAPPED, hf_config, make_hf_model
 from jaxkv import SamplingParams
 from jaxkv.models.decoder import embed_scale
 from jaxkv.models.families import FAMILIES, ConfigReader, read_config, read_family
 from jaxkv.models.spec import AttentionSpec
 from jaxkv.ops.attention import xla
+from jaxkv.ops.attention.dense import Dense
 from jaxkv.testing import model_of
 from jaxkv.weights.load import Kept, load_weights
 from parity import (
@@ -41,58 +42,13 @@ __all__ = ["torch"]
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
-QUICK = {
-    "apertus",  # an activation with parameters
-    "axk2",  # latent attention, gates of it that are made of what queries are, and of norms
-    "bitnet",  # norms within attention and MLP
-    "bloom",  # scores that fall with distance, a norm behind the embeddings
-    "cohere-qk-norm",  # weights of its own for each head, side by side, interleaved
-    "deepseek_v4",  # entries of several tokens, experts by token, outputs by groups of heads
-    "diffllama",  # pairs of heads, of which the second is taken off
-    "dots3_note_text",  # latents of two sizes that are scaled, windows beside an index
-    "doge",  # keys that add to scores what they are worth, a stream that is weighed
-    "dory",  # vectors of length 1, steps towards what blocks give, layers that run more than once
-    "falcon",  # one KV head, fused
-    "falcon-new",  # fused by head, two norms
-    "falcon_h1",  # Mamba2 and attention side by side, factors on everything
-    "gemma2",  # capped logits, norms less one, a scale of its own
-    "gemma3_text",  # an embedding for each kind of layer
-    "gemma3n_text",  # several streams, maps of low rank, gates that are cut off
-    "gemma4_text",  # kinds of layers, keys of others, inputs of their own
-    "glm5_next",  # several streams with a matrix between them, keys chosen by pools, least decays
-    "glm_moe_dsa-shared",  # keys chosen by an index, some by that of a layer before
-    "gpt2",  # learned positions, transposed weights
-    "granite_swa",  # sinks
-    "hrm_text",  # two stacks by turns, on the sum of what they gave
-    "inkling2_loop",  # entries of layers, convolutions and sinks by token, messages, bounded lengths
-    "inkling_mm_model",  # scores by distance, convolutions of four kinds, shared experts that weigh
-    "jetmoe",  # experts' queries and outputs of attention
-    "mimo_v2_flash",  # values smaller than keys, KV heads by the kind of layer, experts
-    "llama4",  # chunks, layers without rotation, weighed inputs of experts; text part of a model
-    "longcat_flash",  # experts whose results join later, or that give back what comes in
-    "minimax_m3_vl",  # blocks of keys chosen by each KV head
-    "mllama",  # layers that are left out, embeddings behind the vocabulary's
-    "minimax",  # a stream that goes on from behind norms, decays by layer
-    "ministral3",  # queries that grow
-    "muse_spark",  # norms unlike the others, and of each expert's result, gates of what joins
-    "modernbert_decoder",  # a block before the head
-    "nanochat",  # norms without weights, the other way round
-    "nemotron",  # LayerNorms less one, no gate
-    "nemotron_h-latent",  # layers of one block each, experts without a gate and of their own size
-    "opt-behind",  # norms of what blocks have joined, embeddings smaller than the stream
-    "olmo2",  # norms over all heads, behind the blocks
-    "phi3-longrope",
-    "qwen4_exp",  # gated streams, n-grams of token ids, pools chosen by the mean of their keys
-    "qwen3_next",  # a recurrence beside gated attention, experts
-    "rwkv",  # what came before each token, averages of values
-    "stablelm-parallel",  # a tensor for each head
-    "xglm",  # sines of positions
-    "xlstm",  # exponential gates, what queries find over what they find of keys
-    "zamba",  # Mamba by heads
-    "zaya",  # queries and keys that see the last tokens, routers that see what others saw
-    "zamba2",  # blocks that layers share, whose result only a recurrence sees
+DENSE = {
+    *("axk2", "dots3_note_text", "falcon_h1", "gemma3n_text", "gemma4_text", "hrm_text"),
+    *("llama4", "longcat_flash", "nemotron_h-latent", "qwen3_next", "zamba2", "zaya"),
 }
-"""One variant for each mechanism."""
+"""Attend with all scores at once: their many unlike layers take half as long to compile so. What
+XLA's blocks are asked by them others are asked too, in tests/ops/test_attention.py or here.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -110,10 +66,16 @@ def variants(quick: set[str]) -> list:
     ]
 
 
-@pytest.mark.parametrize("variant", variants(QUICK))
+@pytest.mark.parametrize("variant", variants(MECHANISMS - DENSE))
 def test_logits_and_their_greedy_tokens_equal_transformers(torch, tmp_path, variant):
     model = make_hf_model(torch, hf_config(variant), tmp_path)
     assert_logits_equal(torch, model, tiny_llm(tmp_path))
+
+
+@pytest.mark.parametrize("variant", sorted(DENSE))
+def test_logits_of_all_scores_at_once_equal_transformers(torch, tmp_path, variant):
+    model = make_hf_model(torch, hf_config(variant), tmp_path)
+    assert_logits_equal(torch, model, tiny_llm(tmp_path), backend=Dense())
 
 
 @pytest.mark.parametrize("variant", variants({"gemma3_text"}))
