@@ -7,6 +7,7 @@ Before every step all memory that no request owns is NaN.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +30,16 @@ LEAD = {"float32": 1e-4, "bfloat16": 0.05}
 @dataclass(frozen=True)
 class Model:
     """A tiny checkpoint, its dense reference, and 16 prompts whose greedy tokens no rounding can
-    change.
+    change, each of which is looked for when it is asked for.
     """
 
     dense: Dense
-    prompts: tuple[list[int], ...]
-    expected: tuple[list[int], ...]
+
+    def prompt(self, number: int) -> list[int]:
+        return found(self.dense, number)[0]
+
+    def expected(self, number: int) -> list[int]:
+        return found(self.dense, number)[1]
 
     def small_pages(self, **options: object) -> LLM:
         """4 rows, pages of 8 and few of them, 64 tokens at once."""
@@ -70,17 +75,19 @@ WHOLE = [0, 1, 2, 11]
 
 
 def make_model(directory: Path, variant: str, kv_dtype: str) -> Model:
-    dense = Dense(make_checkpoint(directory, tiny_config(variant)), WINDOWS[variant], kv_dtype)
-    rng = np.random.default_rng(21)
-    prompts, expected = [], []
-    for length in LENGTHS:
-        lead = 0.0
-        while lead < LEAD[kv_dtype]:
-            ids = rng.integers(0, 151, length).tolist()
-            tokens, lead = dense.greedy(ids, NUM_NEW)
-        prompts.append(ids)
-        expected.append(tokens)
-    return Model(dense, tuple(prompts), tuple(expected))
+    return Model(
+        Dense(make_checkpoint(directory, tiny_config(variant)), WINDOWS[variant], kv_dtype)
+    )
+
+
+@cache
+def found(dense: Dense, number: int) -> tuple[list[int], list[int]]:
+    """(prompt, its greedy tokens)."""
+    rng, lead = np.random.default_rng([21, number]), 0.0
+    while lead < LEAD[dense.kv_dtype]:
+        ids = rng.integers(0, 151, LENGTHS[number]).tolist()
+        tokens, lead = dense.greedy(ids, NUM_NEW)
+    return ids, tokens
 
 
 CASES = [("qwen3", "float32"), ("qwen2-mixed-windows", "bfloat16")]
@@ -133,11 +140,11 @@ def assert_dense(model: Model, outputs: list[RequestOutput], indices: list[int])
     rounds keys and values to bfloat16, that one does not: prefill also rounds the queries that meet
     the keys and the weights that meet the values, which does as much as rounding those.
     """
-    assert tokens_of(outputs) == [model.expected[i] for i in indices]
+    assert tokens_of(outputs) == [model.expected(i) for i in indices]
     other = replace(model.dense, kv_dtype="float32", dtype="float32")
     differences, effects = [], []
     for i, output in zip(indices, outputs, strict=True):
-        ids = model.prompts[i] + model.expected[i]
+        ids = model.prompt(i) + model.expected(i)
         entries = output.outputs[0].logprobs
         assert [len(entry) for entry in entries] == [20] * NUM_NEW
         at = np.array([list(entry) for entry in entries])
@@ -160,14 +167,14 @@ def test_small_pages_and_whole_prompts_equal_dense(models, variant, kv_dtype):
     model = models(variant, kv_dtype)
     llm = model.small_pages()
     for _ in range(2):  # the second time through pages in the order in which they came back
-        assert_dense(model, generate(llm, [model.prompts[i] for i in WHOLE], GREEDY), WHOLE)
+        assert_dense(model, generate(llm, [model.prompt(i) for i in WHOLE], GREEDY), WHOLE)
 
 
 def test_a_pool_with_too_few_pages_for_all_gives_the_same_tokens(models):
     model = models("qwen3", "float32")
     indices = [3, 12, 3, 12, 11, 3]  # of 7, 10 and 6 pages; there are 19
     assert_dense(
-        model, generate(model.small_pages(), [model.prompts[i] for i in indices], GREEDY), indices
+        model, generate(model.small_pages(), [model.prompt(i) for i in indices], GREEDY), indices
     )
 
 
@@ -178,18 +185,18 @@ def test_large_pages_chunked_prompts_and_a_batch_of_16_equal_dense_and_a_batch_o
     model = models(variant, kv_dtype)
     llm = model.large_pages()
     together = list(range(len(LENGTHS)))
-    assert_dense(model, generate(llm, list(model.prompts), GREEDY), together)
+    assert_dense(model, generate(llm, [model.prompt(i) for i in together], GREEDY), together)
     singly = [0, 2, 4, 13, 8]
-    assert_dense(model, [generate(llm, [model.prompts[i]], GREEDY)[0] for i in singly], singly)
+    assert_dense(model, [generate(llm, [model.prompt(i)], GREEDY)[0] for i in singly], singly)
     backwards = together[::-1]
-    assert_dense(model, generate(llm, [model.prompts[i] for i in backwards], GREEDY), backwards)
+    assert_dense(model, generate(llm, [model.prompt(i) for i in backwards], GREEDY), backwards)
 
 
 def test_rounding_of_the_pages_is_seen_by_the_comparison(models):
     """A reference that does not round is far off: bfloat16 pages are equal, not merely near."""
     model = models("qwen2-mixed-windows", "bfloat16")
     exact = replace(model.dense, kv_dtype="float32")
-    for ids in model.prompts[:5]:
+    for ids in map(model.prompt, range(5)):
         assert (
             np.median(np.abs(exact.logits(ids) - model.dense.logits(ids))) > 2e-3
         )  # float32 roundings add up to 2e-5
@@ -200,7 +207,7 @@ def test_chunks_of_one_token_behind_longer_ones_equal_dense(models, lengths):
     """A budget of 16 tokens leaves one for the first chunk of the last prompt."""
     model = models("qwen3", "float32")
     llm = model.large_pages()
-    prompts = [model.prompts[4][:length] for length in lengths]
+    prompts = [model.prompt(4)[:length] for length in lengths]
     got = tokens_of(generate(llm, prompts, replace(GREEDY, max_tokens=4)))
     assert got == [model.dense.greedy(ids, 4)[0] for ids in prompts]
 
@@ -236,7 +243,7 @@ def sampler(models):
     def new_llm(**options: object) -> LLM:
         return model.large_pages(**options)
 
-    return new_llm, model.prompts[1]
+    return new_llm, model.prompt(1)
 
 
 def drawing(seed: int | None = None, **fields: object) -> SamplingParams:
@@ -294,7 +301,7 @@ def test_requests_without_a_seed_differ_and_a_new_engine_repeats_them(sampler):
 def test_chunking_and_pages_do_not_change_what_a_seed_draws(models, sampler):
     new_llm, _ = sampler
     model = models("qwen3", "float32")
-    prompts = [model.prompts[i] for i in WHOLE]
+    prompts = [model.prompt(i) for i in WHOLE]
     params = [drawing(seed) for seed in range(4)]
     assert tokens_of(generate(model.small_pages(), prompts, params)) == tokens_of(
         generate(new_llm(), prompts, params)
