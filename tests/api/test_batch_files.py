@@ -27,6 +27,7 @@ from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.testing import engine_of
+from tiers import some
 
 VOCAB = 420
 SMALL = {
@@ -533,7 +534,8 @@ def cuts(rows: bytes) -> list[int]:
     )
 
 
-def test_wherever_the_output_was_cut_the_next_run_makes_it_whole(tmp_path, files):
+@pytest.mark.parametrize("every", some([3, 1], 3))  # of four cuts in each line
+def test_wherever_the_output_was_cut_the_next_run_makes_it_whole(tmp_path, files, every):
     """Sampled, with lines of every kind: the rows that were whole stay, the others come out as they
     would have.
     """
@@ -547,7 +549,7 @@ def test_wherever_the_output_was_cut_the_next_run_makes_it_whole(tmp_path, files
     path = tmp_path / "out.jsonl"
     written = path.read_bytes()
     assert len(whole) == 14
-    for at in cuts(written):
+    for at in cuts(written)[::every]:
         path.write_bytes(written[:at])
         num_kept = written[:at].count(b"\n")
         rows, counts = files(None, DRAWN)
