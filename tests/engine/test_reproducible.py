@@ -42,8 +42,8 @@ SHAPES = {
     },
 }
 COMMON = {"num_hidden_layers": 2, "vocab_size": 1000, "max_position_embeddings": 512}
-LIMITS = {"max_num_seqs": 16, "max_num_batched_tokens": 512}
-"""Few sizes of steps and loops to compile."""
+LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
+"""Two sizes of steps and two of loops."""
 CASES = ["256-bfloat16", "64-float32", "256-float32", "576-float32", "576-bfloat16", "768-bfloat16"]
 
 Bits = list[list[tuple[int, float]]]
@@ -129,7 +129,7 @@ def test_with_the_option_a_page_size_that_machine_code_has_no_form_for_changes_n
 
 @pytest.mark.slow
 def test_without_the_option_neighbours_change_nothing_either(new_llm):
-    llm = new_llm(deterministic=False)
+    llm = new_llm(deterministic=False, max_num_batched_tokens=512)  # no prompt is cut
     expected = [answers(llm, [ids])[0] for ids in OURS]
     for num_neighbours in (1, 13):
         assert answers(llm, OTHERS[:num_neighbours] + OURS)[num_neighbours:] == expected
