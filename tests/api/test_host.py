@@ -46,7 +46,11 @@ def ids(length: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("model", "kv_cache_dtype", "num_pages"),
-    [("checkpoint", "auto", 26), ("checkpoint", "int8", 26), ("windows", "auto", 40)],
+    [
+        ("checkpoint", "auto", 26),
+        pytest.param("checkpoint", "int8", 26, marks=pytest.mark.slow),
+        ("windows", "auto", 40),
+    ],
     ids=["auto", "int8", "windows"],
 )
 def test_conversations_that_take_turns_find_their_pages_again(

@@ -114,10 +114,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(x, marks=pytest.mark.slow if i else ()) for i, x in enumerate(CASES)],
-)
+@pytest.mark.slow  # always: beams of several, and requests of several in tests/api/test_lora.py
+@pytest.mark.parametrize("case", CASES)
 def test_several_in_a_batch_are_each_alone_with_its_weights_merged(
     checkpoint, checkpoints, loras, case, monkeypatch
 ):

@@ -527,7 +527,7 @@ def crossed(configs: dict[str, Any], often: float, seldom: float, *names: str) -
 
 @pytest.mark.parametrize("config", ENGINES.values(), ids=ENGINES)
 def test_every_request_gets_what_it_gets_alone_and_leaves_nothing(config):
-    check(Traffic(config, seed=1), num_steps=500)
+    check(Traffic(config, seed=1), num_steps=300)
 
 
 @pytest.mark.parametrize(("name", "searches"), crossed(ENGINES, 0.4, 1.0, "plain", "tight pool"))
@@ -578,7 +578,7 @@ WINDOWED = {
 def test_pages_behind_the_window_go_and_nobody_misses_them(name, searches):
     config = WINDOWED[name]
     traffic = Traffic(config, seed=8, searches=searches)
-    check(traffic, num_steps=500)
+    check(traffic, num_steps=300)
     if config.max_len > config.table_width * config.block_size:
         longest = max(len(request.tokens) for request in traffic.finished)
         assert longest > config.table_width * config.block_size
@@ -596,7 +596,7 @@ RECURRENT = {
 
 @pytest.mark.parametrize("config", RECURRENT.values(), ids=RECURRENT)
 def test_every_row_goes_on_from_its_own_recurrent_state(config):
-    check(Traffic(config, seed=9, searches=0.3), num_steps=500)
+    check(Traffic(config, seed=9, searches=0.3), num_steps=300)
 
 
 ADAPTED = {

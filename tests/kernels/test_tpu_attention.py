@@ -65,7 +65,7 @@ MIXED = [
     Shape(num_heads=4, kv_heads=1, head_dim=64, window=33, block=3, dtype="float32"),
     Shape(num_heads=2, kv_heads=1, head_dim=256, softcap=5.0, dtype="float32", window=1),
     Shape(tables_in_hbm=True),
-    Shape(tables_in_hbm=True, window=40, block=1, parts=2),
+    Shape(tables_in_hbm=True, window=40, softcap=2.0, block=1, parts=2),
 ]
 QUANTISED = [
     Shape(num_bits=8, page_size=32),
@@ -244,12 +244,13 @@ def check_modelling_dmas(case: Case, capfd: pytest.CaptureFixture) -> None:
     (assert_packed_right if shape.num_bits else assert_right)(case, found)
 
 
-@pytest.mark.parametrize("shape", some(MIXED, MIXED[2], MIXED[7]), ids=str)
+@pytest.mark.parametrize("shape", some(MIXED, MIXED[7]), ids=str)
 def test_mixed_batches_equal_float64_with_dmas_and_races_modelled(shape, capfd):
     check_modelling_dmas(random_case(MIXED.index(shape), shape), capfd)
 
 
-@pytest.mark.parametrize("shape", some(DECODE, DECODE[3]), ids=str)
+# Always: decode rows beside chunks, quantised ones alone, and those of HELD alone.
+@pytest.mark.parametrize("shape", some(DECODE), ids=str)
 def test_decode_batches_equal_float64_with_dmas_and_races_modelled(shape, capfd):
     case = random_case(DECODE.index(shape), replace(shape, decode_only=True))
     check_modelling_dmas(case, capfd)
