@@ -27,7 +27,7 @@ KINDS = [(WINDOW,) * 4, (WINDOW, None, WINDOW, WINDOW)]
 tables_of_their_own = pytest.mark.parametrize(
     "dense", [pytest.param(KINDS[0], marks=pytest.mark.slow), KINDS[1]], indirect=True, ids=str
 )
-"""A table for each group of layers; one that all share is slow."""
+"""A table for each group of layers; one that all share is slow: test_scheduler_random.py has it."""
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)
@@ -73,6 +73,7 @@ def figures(output: RequestOutput) -> list[Any]:
     return [one.token_ids, logprobs]
 
 
+@tables_of_their_own
 def test_a_row_of_2048_tokens_holds_window_chunk_and_a_page(dense, monkeypatch):
     """And gets, with NaN in all memory that it does not hold, what it gets of an engine that keeps
     everything, to the bit.

@@ -21,6 +21,7 @@ from jaxkv.weights.load import Kept, load_weights
 from jaxkv.weights.orbax import convert, load_converted
 from jaxkv.weights.tree import LOW_DOWN, tree_leaves
 from parity import logits_of, prompts, tiny_llm, torch
+from tiers import some
 from tiny import make_checkpoint
 
 __all__ = ["torch"]
@@ -69,7 +70,8 @@ def test_published_files_of_dory_count_attention_and_the_mlp_as_two(torch, tmp_p
     jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4", "int8_dynamic"])
+# As they are, zamba2 of test_every_family.py has them always.
+@pytest.mark.parametrize("quantization", some([None, "int8", "int4", "int8_dynamic"], "int4"))
 def test_a_copy_for_each_layer_says_the_same(tmp_path, quantization):
     path = make_checkpoint(tmp_path, families.text_config("zamba2") | {"adapter_rank": 16})
     llm = tiny_llm(path, quantization=quantization)
