@@ -169,8 +169,10 @@ def runs(request, tmp_path_factory):
     )
     sizes = map(str, FAST_SIZES if request.param == FAST else SIZES)
     command = [sys.executable, "-c", RUN, path, dtype, kv_dtype, policies, given, *sizes]
+    env = os.environ | {"XLA_FLAGS": flags}
+    # Less than pytest allows, which would leave it running.
     done = subprocess.run(
-        command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, check=False
+        command, env=env, capture_output=True, text=True, check=False, timeout=290
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
