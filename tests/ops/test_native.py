@@ -2,6 +2,7 @@
 reference in float64.
 """
 
+import itertools
 import re
 import subprocess
 import sys
@@ -245,6 +246,11 @@ PACKED = [
     (2, 3, 32, 32, "float8_e4m3fn", {"zeros": True}),
     (2, 1, 32, 64, "pairs", {"table": True}),
 ]
+OF_EACH_DTYPE = some(
+    [(*case, dtype) for dtype in DTYPES for case in PACKED],
+    *[(*case, jnp.bfloat16) for case in PACKED],
+    *[(*case, jnp.float32) for case in PACKED[4:8]],  # each kind, in several groups
+)
 
 
 def part_of(packed, kernel):
@@ -274,8 +280,9 @@ def in_steps(x, part):
     return (np.rint(x_TPC / steps) * steps).reshape(len(x), -1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_tokens", "groups", "rows", "columns", "kind", "more"), PACKED)
+@pytest.mark.parametrize(
+    ("num_tokens", "groups", "rows", "columns", "kind", "more", "dtype"), OF_EACH_DTYPE
+)
 def test_packed_weights_are_multiplied_as_the_numbers_they_stand_for(
     num_tokens, groups, rows, columns, kind, more, dtype, kernel
 ):
@@ -447,8 +454,10 @@ def test_packed_weights_of_several_experts_are_one_call(kind, groups, columns, m
         np.testing.assert_array_equal(one, product(x_TD, expert))
 
 
-@pytest.mark.parametrize("num_tokens", [2, 9])
-@pytest.mark.parametrize("weighs_input", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "weighs_input"),
+    some(itertools.product((2, 9), (False, True)), (2, True), (9, False)),
+)
 def test_experts_at_once_give_what_they_give_one_after_the_other(num_tokens, weighs_input, kernel):
     rng = np.random.default_rng(0)
     chosen = np.array([rng.permutation(3)[:2] for _ in range(num_tokens)])
