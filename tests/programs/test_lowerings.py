@@ -56,7 +56,8 @@ def assert_gives_back(blueprint: Blueprint, kinds: set[str]) -> None:
             assert donated or kind in ("draw", "measure")
 
 
-@pytest.mark.parametrize("variant", sorted(MECHANISMS))
+# And two recurrences that others have in other forms.
+@pytest.mark.parametrize("variant", [*sorted(MECHANISMS), "lfm2", "recurrent_gemma"])
 def test_steps_of_every_mechanism(variant):
     assert_gives_back(blueprint_of(hf_config(variant).to_dict()), {"step"})
 
