@@ -44,6 +44,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config.refuse(key, harmless)
     if not config.flag("multi_query_attention", False):  # rows of other models are head by head
         raise config.fail("multi_query_attention", "true")
+    # As in vLLM and in the code of ChatGLM3 and GLM-4, whatever else has this key.
     theta = THETA * config.number("rope_ratio", 1.0)
     # The default is that of its authors' ChatGLMConfig, which transformers does not have.
     config = config.with_defaults({"layernorm_epsilon": 1e-5})
