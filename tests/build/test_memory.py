@@ -105,6 +105,13 @@ def test_on_a_cpu_the_pool_may_take_a_quarter_of_the_available_memory(
     assert (memory.limit, memory.used, memory.free, memory.pool_limit) == (1050, 50, 1000, pool)
 
 
+def test_several_engines_share_the_memory_of_a_cpu_each_with_weights_of_its_own(monkeypatch):
+    # Asked with those of the first one loaded.
+    monkeypatch.setattr(build_memory, "available_memory", lambda: 1000)
+    memory = device_memory(CPU, weight_bytes=50, utilization=0.9, num_engines=3)
+    assert (memory.free, memory.pool_limit) == (300, 75)
+
+
 def test_weights_that_cannot_fit_are_refused_before_they_are_read(monkeypatch, tmp_path):
     directory = make_checkpoint(tmp_path, tiny_config("llama"))
     needed = model_of(LLM(directory, **SMALL)).weight_bytes
@@ -208,7 +215,7 @@ def device_has(monkeypatch):
     """
 
     def set_to(limit: int | None, pool: int | None = None) -> None:
-        def memory(_: object, *, weight_bytes: int, utilization: float) -> Memory:
+        def memory(_: object, *, weight_bytes: int, **more: float) -> Memory:
             return Memory(limit=limit, used=weight_bytes, source="test device", pool_limit=pool)
 
         monkeypatch.setattr(part, "device_memory", memory)
