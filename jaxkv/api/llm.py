@@ -401,7 +401,7 @@ class LLM(PoolingCalls):
             first, *others = self._parts
             model = first.model.updated(first.blueprint, weights)
             if isinstance(self._front, Replicas):
-                return [model, *(model.on(part.blueprint) for part in others)]
+                return [model, *(part.copied(model) for part in others)]
             rest = (part.model.updated(part.blueprint, weights) for part in others)
             return [model, *rest]
         except jax.errors.JaxRuntimeError as error:

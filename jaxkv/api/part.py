@@ -49,6 +49,13 @@ class Part:
             adapters=blueprint.empty_adapters(),
         )
 
+    def copied(self, model: Model) -> Model:
+        """Returns a copy on this part's devices of a model with other weights; the draft model
+        stays the part's own.
+        """
+        blueprint = replace(self.blueprint, draft=None)
+        return replace(replace(model, draft=None).on(blueprint), draft=self.model.draft)
+
     def make_engine(self, directory: Directory | None, lock: RLock | None = None) -> Engine:
         """Compiles the programs and allocates the KV cache. directory: where pages are kept too.
         lock: the one that it shares with others.

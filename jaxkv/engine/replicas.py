@@ -37,6 +37,8 @@ class Replicas:
         """Tokens that each engine has to compute before what comes next, as of its last step."""
         self._turns = list(range(len(self._engines)))
         """The engines, the one first that has taken no step for longest."""
+        self._is_mixed = False
+        """The engines may have different weights: some have got new ones."""
 
     @property
     def lock(self) -> RLock:
@@ -51,10 +53,18 @@ class Replicas:
         return any(engine.has_work for engine in self._engines)
 
     def add(self, submission: Submission) -> None:
-        """Queues what `Intake` made on one of the engines."""
+        """Queues what `Intake` made on one of the engines. Raises: ValueError while one sleeps, or
+        after an update of weights that was cut off.
+        """
         request = submission.samples[0]
         with self.lock:
-            self._engines[0].check_awake()
+            for engine in self._engines:
+                engine.check_awake()
+            if self._is_mixed:
+                raise ValueError(
+                    "expected engines of equal weights, got an update_weights that was cut off: "
+                    "call it again"
+                )
             owed = [
                 num if engine.has_work else 0
                 for engine, num in zip(self._engines, self._owed, strict=True)
@@ -85,15 +95,17 @@ class Replicas:
 
     def _next(self) -> int:
         """Waits for the first engine that has something to do and is done with what it had: of
-        several the one that has waited longest, which comes last the next time.
+        several the one that has waited longest, which comes last the next time. Returns any where
+        nothing is left to do: the garbage collector may end the last request meanwhile.
         """
-        while True:
+        while self.has_work:
             for one in self._turns:
                 engine = self._engines[one]
                 if engine.has_work and engine.is_ready:
                     self._turns = [*(other for other in self._turns if other != one), one]
                     return one
             time.sleep(POLL_S)
+        return self._turns[0]
 
     def forget(self) -> None:
         """Makes nothing that is computed so far be found again in the prefix caches."""
@@ -101,10 +113,15 @@ class Replicas:
             engine.forget()
 
     def replace_weights(self, *weights: Weights, secret: bytes) -> None:
-        """Does what `Engine.replace_weights` does, each engine with weights on its devices."""
+        """Does what `Engine.replace_weights` does, each engine with weights on its devices. Where
+        it is cut off no requests are taken before it was done again.
+        """
         with self.lock:
+            self.check_alive()
+            self._is_mixed = True
             for engine, own in zip(self._engines, weights, strict=True):
                 engine.replace_weights(own, secret=secret)
+            self._is_mixed = False
 
     @property
     def is_asleep(self) -> bool:

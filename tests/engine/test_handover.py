@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 import jaxkv
+from asked import LENGTHS, params, prompts
 from families import text_config
 from interrupt import Interrupt
 from jaxkv import LLM, SamplingParams
@@ -32,22 +32,6 @@ from jaxkv.testing import engine_of, intake_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
-
-LENGTHS = (1, 5, 40, 77, 64, 110, 33, 8, 9, 90)
-"""Of prompts, in pages of 8 tokens; a step has at most 32."""
-
-
-def prompts(seed: int = 0) -> list[dict]:
-    rng = np.random.default_rng(seed)
-    return [{"prompt_token_ids": rng.integers(3, 151, length).tolist()} for length in LENGTHS]
-
-
-def params() -> list[SamplingParams]:
-    """Greedy, and drawn several times with a seed, with log-probabilities."""
-    kinds = [{"temperature": 0.0, "logprobs": 2}, {"temperature": 1.0, "seed": 5, "n": 3}]
-    kinds.append({"temperature": 0.0, "prompt_logprobs": 1})
-    more = {"max_tokens": 12, "ignore_eos": True}
-    return [SamplingParams(**kinds[i % 3], **more) for i in range(len(LENGTHS))]
 
 
 def small(directory: Path, **changes: object) -> LLM:

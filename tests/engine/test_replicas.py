@@ -12,10 +12,10 @@ from threading import RLock
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 
 import jaxkv
+from asked import params, prompts
 from jaxkv import LLM, SamplingParams
 from jaxkv.api.part import make_parts, make_replicated
 from jaxkv.build.model import find_model
@@ -29,23 +29,7 @@ from tiny import SMALL, make_checkpoint, tiny_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
-LENGTHS = (1, 5, 40, 77, 64, 110, 33, 8, 9, 90)
-"""Of prompts, in pages of 8 tokens; a step has at most 32."""
-
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-
-
-def prompts() -> list[dict]:
-    rng = np.random.default_rng(0)
-    return [{"prompt_token_ids": rng.integers(3, 151, length).tolist()} for length in LENGTHS]
-
-
-def params() -> list[SamplingParams]:
-    """Greedy, and drawn several times with a seed, with log-probabilities."""
-    kinds = [{"temperature": 0.0, "logprobs": 2}, {"temperature": 1.0, "seed": 5, "n": 3}]
-    kinds.append({"temperature": 0.0, "prompt_logprobs": 1})
-    more = {"max_tokens": 12, "ignore_eos": True}
-    return [SamplingParams(**kinds[i % 3], **more) for i in range(len(LENGTHS))]
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +123,40 @@ def test_no_engine_waits_for_another():
     made[0].has_work = False
     front.step()
     assert steps == [0, 2, 0, 2, 1, 2]
+
+
+class Ending:
+    """An engine whose last request is ended, as the garbage collector may, while it is waited for."""
+
+    is_ready, num_owed, step, lock = False, 0, staticmethod(list), RLock()
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    @property
+    def has_work(self) -> bool:
+        self.asked += 1
+        return self.asked < 5
+
+
+def test_a_step_for_requests_that_end_meanwhile_ends_too():
+    assert Replicas([Ending()]).step() == []
+
+
+def test_weights_that_only_some_engines_have_got_are_not_computed_with(
+    llm, engines, front, monkeypatch
+):
+    (submission,) = submitted(llm, prompts()[:1])
+    weights = [engine.weights for engine in engines]
+    with monkeypatch.context() as patched:
+        patched.setattr(engines[1], "check_alive", partial(pytest.fail, "cut off"))
+        with pytest.raises(pytest.fail.Exception):
+            front.replace_weights(*weights, secret=b"one")
+    with pytest.raises(ValueError, match="update_weights that was cut off: call it again"):
+        front.add(submission)
+    front.replace_weights(*weights, secret=b"two")
+    front.add(submission)
+    front.abort(submission)
 
 
 def test_what_is_aborted_leaves_nothing(llm, engines, front):
