@@ -42,18 +42,15 @@ PAGES = PartitionSpec(None, TENSOR)
 KV heads, then their values.
 """
 
-
-def kv_parts(layout: PageLayout) -> tuple[PartitionSpec, PartitionSpec]:
-    """Returns how the pages and the extremes of a store are divided: not at all where one row is
-    the key of every head.
-    """
-    return (PAGES, EXTREMES) if layout.latent_dim is None else (WHOLE, WHOLE)
+TOKENS = PartitionSpec(None, None, TENSOR)
+"""Pages of latent attention, whose rows are of all heads, are divided by tokens if at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The devices, and for more than one the logical axes of each leaf of the weight tree by its
-    name. states: how the arrays of recurrent states are divided.
+    name. states: how the arrays of recurrent states are divided. divides_tokens: of each page of
+    latent attention a device has some of the tokens; else all of them.
 
     Hashable: a static argument of steps.
     """
@@ -61,6 +58,7 @@ class Placement:
     devices: tuple[jax.Device, ...]
     axes: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
     states: tuple[tuple[PartitionSpec, ...], ...] = ()
+    divides_tokens: bool = False
 
     def __str__(self) -> str:
         names = ", ".join(map(str, self.devices))
@@ -125,12 +123,20 @@ class Placement:
 
         return jax.tree.map(copy, tree)
 
+    def of_pages(self, layout: PageLayout) -> tuple[PartitionSpec, PartitionSpec]:
+        """Returns how the pages and the extremes of a store are divided: not by heads where one row
+        is the key of every head.
+        """
+        if layout.latent_dim is None:
+            return PAGES, EXTREMES
+        return (TOKENS if self.divides_tokens else WHOLE), WHOLE
+
     def kv(self, kv: PagedKV) -> PagedKV:
-        """Returns the sharding of the KV state: pages by heads, tables and lengths whole."""
+        """Returns the sharding of the KV state: pages as `of_pages` says, tables and lengths whole."""
         whole: Any = WHOLE
 
         def of(store: Store) -> Store:
-            parts: Any = kv_parts(store.layout)
+            parts: Any = self.of_pages(store.layout)
             pages, extremes = parts
             return replace(
                 store,
@@ -187,17 +193,19 @@ def on_every_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def place(
-    spec: ModelSpec, layout: Layout, devices: Sequence[jax.Device], size: Any = 1
+    spec: ModelSpec, layout: Layout, devices: Sequence[jax.Device], size: Any = 1, context: Any = 1
 ) -> Placement:
-    """Takes the first `size` of the devices, each with its part of the model.
+    """Takes the first `size` of the devices, each with its part of the model. context: as many to
+    divide the tokens of latent attention's pages too, 1 to leave these whole.
 
     Raises: ValueError if there are fewer, or the model's heads or feed-forward dimension have no
-    such parts.
+    such parts, or nothing has tokens to divide; NotImplementedError for tokens that are chosen.
     """
     if not is_int(size) or not 1 <= size <= len(devices):
         raise ValueError(
             f"tensor_parallel_size: expected 1 to {len(devices)}, the devices here, got {size!r}"
         )
+    _check_context(spec, size, context)
     states = tuple(tuple(map(_state_parts, state.arrays)) for state in spec.states)
     if size == 1:
         return Placement((devices[0],), states=states)
@@ -229,7 +237,27 @@ def place(
         (name, tuple(axis if axis in divided else None for axis in leaf.info.logical_axes))
         for name, leaf in leaves
     ]
-    return Placement(tuple(devices[:size]), (*axes, ("k_affine", ("kv_heads",))), states)
+    axes.append(("k_affine", ("kv_heads",)))
+    return Placement(tuple(devices[:size]), tuple(axes), states, divides_tokens=context > 1)
+
+
+def _check_context(spec: ModelSpec, size: int, context: Any) -> None:
+    """Raises: as `place`."""
+    what = "decode_context_parallel_size: expected 1"
+    if not is_int(context) or context not in (1, size):
+        or_all = f" or tensor_parallel_size {size}" if size > 1 else ""
+        raise ValueError(f"{what}{or_all}, got {context!r}")
+    if context == 1:
+        return
+    if all(group.latent_dim is None for group in spec.groups):
+        raise ValueError(
+            f"{what} for a model without latent attention, whose pages are divided by heads, got "
+            f"{context}"
+        )
+    if spec.attention.index is not None:
+        raise NotImplementedError(
+            f"{what} for a model whose tokens choose the keys they attend to, got {context}"
+        )
 
 
 KEY_LEAVES = {"k", "v", "k_bias", "v_bias", "k_norm", "k_norm_bias"}

@@ -35,7 +35,7 @@ from jaxkv.models.families import Layout
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, Xla, choose_backend
-from jaxkv.placement import TENSOR, Placement, kv_parts, place, with_copies
+from jaxkv.placement import TENSOR, TOKENS, Placement, place, with_copies
 from jaxkv.programs.compiled import Programs
 from jaxkv.programs.draft import Draft
 from jaxkv.programs.filling import fill
@@ -99,6 +99,7 @@ class Blueprint:
         given = {name: getattr(self.options, name) for name in names}
         if isinstance(backend, Xla):
             given["on_lanes"] = self.platform == "tpu"
+            given["tokens_over"] = TENSOR if self.placement.divides_tokens else None
         return replace(backend, **given)
 
     @property
@@ -147,7 +148,8 @@ class Blueprint:
 
     def on(self, devices: Sequence[jax.Device]) -> Blueprint:
         """Returns the same engine on other devices of the same platform."""
-        placement = place(self.spec, self.layout, devices, self.num_devices)
+        context = self.options.decode_context_parallel_size
+        placement = place(self.spec, self.layout, devices, self.num_devices, context)
         draft = None if self.draft is None else self.draft.on(devices)
         return replace(self, placement=placement, draft=draft)
 
@@ -199,7 +201,8 @@ class Blueprint:
         nbytes = 0
         for num_layers, heads, codec in self._stores(codecs):
             page = self.attention.page_layout(heads, self.limits.block_size, codec)
-            nbytes += num_layers * page.nbytes
+            is_divided = self.placement.of_pages(page)[0] == TOKENS
+            nbytes += num_layers * page.nbytes // (self.num_devices if is_divided else 1)
         return nbytes
 
     def _stores(self, codecs: Codecs) -> list[tuple[int, Heads, Codec]]:
@@ -400,7 +403,7 @@ class Blueprint:
 
         def empty(num_layers: int, heads: Heads, codec: Codec, num_pages: int) -> Store:
             layout = self.attention.page_layout(heads, limits.block_size, codec)
-            pages, extremes = kv_parts(layout)
+            pages, extremes = self.placement.of_pages(layout)
             num_devices = self._num_parts(heads)
             made = empty_store(
                 num_layers=num_layers,
@@ -484,7 +487,8 @@ def make_blueprint(
     spec = spec.apart(exact_layers(spec, skipped))
     _check_quantization(options.quantization, layout)
     spec, layout = with_copies(spec, layout, options.tensor_parallel_size)
-    placement = place(spec, layout, devices, options.tensor_parallel_size)
+    context = options.decode_context_parallel_size
+    placement = place(spec, layout, devices, options.tensor_parallel_size, context)
     platform = placement.devices[0].platform
     dtype = options.dtype
     if dtype == "auto":
@@ -495,6 +499,11 @@ def make_blueprint(
     heads = heads_of(spec, num_devices=placement.size)
     page_size = auto_page_size(platform, heads, codecs) if is_plain else auto_page_size(platform)
     limits = make_limits(options, spec, platform, page_size=page_size)
+    if limits.block_size % context:
+        raise ValueError(
+            f"block_size: expected a multiple of decode_context_parallel_size {context}, got "
+            f"{limits.block_size}"
+        )
     limits = replace(limits, pooled=pooled)
     if is_plain:
         spec, limits = with_windows(spec, limits, codecs)
@@ -574,6 +583,7 @@ def _choose_backend(
             platform=device.platform,
             compute_capability=getattr(device, "compute_capability", None),
             kv_policy=kv_policy,
+            divides_tokens=placement.divides_tokens,
         )
         for codec in codecs
     ]
@@ -597,6 +607,11 @@ def _under_policy(everything: Blueprint) -> Blueprint:
     if limits.has_states:
         raise NotImplementedError(
             f"kv_policy {name}: expected full for a model whose layers keep recurrent states"
+        )
+    if everything.placement.divides_tokens:
+        raise NotImplementedError(
+            f"kv_policy {name}: expected full with decode_context_parallel_size "
+            f"{everything.num_devices}"
         )
     if everything.spec.attention.index is not None:
         raise NotImplementedError(

@@ -235,6 +235,13 @@ class EngineOptions:
         commands=ENGINES + TARGETS,
         aliases=("-tp",),
     )
+    decode_context_parallel_size: int = option(
+        1,
+        "tensor_parallel_size, to divide the tokens of latent attention's KV cache between the "
+        "devices, each of which has all of it else",
+        commands=ENGINES + TARGETS,
+        aliases=("-dcp",),
+    )
     data_parallel_size: int = option(
         1,
         "engines, each with all weights and a KV cache on `tensor_parallel_size` devices of its "
@@ -451,6 +458,7 @@ class EngineOptions:
 OF_LORA = ("max_loras", "max_lora_rank", "max_cpu_loras")
 ALONE = {
     "tensor_parallel_size": 1,
+    "decode_context_parallel_size": 1,
     "data_parallel_size": 1,
     "enable_prefix_caching": True,
     "kv_policy": "full",

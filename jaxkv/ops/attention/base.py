@@ -78,6 +78,8 @@ class Needs:
     """Of a GPU by NVIDIA: "9.0"."""
     kv_policy: str | None = None
     """One that wants more than page tables (`Policy.asks_backend`)."""
+    divides_tokens: bool = False
+    """Of pages of latent attention each device has some of the tokens."""
 
 
 class Place(NamedTuple):

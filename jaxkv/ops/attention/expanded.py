@@ -17,7 +17,7 @@ from jaxkv.kv.codecs import Elements, decode_elements
 from jaxkv.kv.layout import once
 from jaxkv.ops.attention.base import Batch, LatentMaps, Place
 from jaxkv.ops.attention.softmax import Softmax
-from jaxkv.ops.attention.sweep import Blocks, Scores, accumulate, rows_of
+from jaxkv.ops.attention.sweep import Blocks, Scores, accumulate, rows_of, share_of
 
 LEAST_QUERIES = 256
 """Chunks of fewer are attended absorbed."""
@@ -50,22 +50,31 @@ def attend_expanded(
     padding = ((0, size), (0, 0), (0, 0))
     q_1NTH = jnp.pad(q_TNH.astype(dtype), padding).transpose(1, 0, 2)[None]
     position_T = jnp.pad(batch.position_T, (0, size))
-    rows = rows_of(at.store, at.tables, asked.window)
+    rows = rows_of(at.store, at.tables, asked.window, asked.tokens_over)
+    share = share_of(at.store, asked.tokens_over)
+    num_devices = share.page_size // at.store.page_size
 
     def attend_row(row: jax.Array, state: Softmax) -> Softmax:
         own = jax.tree.map(
             partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=1), rows
         )
-        blocks = Blocks.of(at.store, own, at.layer, size=num_keys, in_float32=False)
+        blocks = Blocks.of(
+            at.store, own, at.layer, size=num_keys // num_devices, in_float32=False
+        )
         start, count = batch.start_B[row], batch.count_B[row]
         before = at.tables.len_B[row] - count
         reach = asked.reach(position_T[start])
         low = jnp.int32(0) if reach is None else jnp.maximum(before + 1 - reach, 0)
-        first, end = blocks.covering(low, at.tables.len_B[row])
+        first, end = blocks.covering(*share.covering(low, at.tables.len_B[row], at.store))
 
         def meet_block(i: jax.Array, state: Softmax) -> Softmax:
             found = blocks.read(i)
             row_JH = decode_elements(codec, found.values)[0, 0]
+            seen_by = found.position_RKJ, found.held_RKJ
+            if asked.tokens_over is not None:  # heads meet the rows of all devices
+                row_JH = jax.lax.all_gather(row_JH, asked.tokens_over, tiled=True)
+                gather = partial(jax.lax.all_gather, axis_name=asked.tokens_over, axis=2, tiled=True)
+                seen_by = jax.tree.map(gather, seen_by)
             made = (once(x.astype(dtype))[None] for x in maps.expand(row_JH))
             keys, values = map(Elements, made)
 
@@ -75,7 +84,7 @@ def attend_expanded(
                 )
                 is_own = j * size + jnp.arange(size) < count
                 position_1M = jnp.where(is_own, take(position_T), -1)[None]
-                seen = once(asked.seen(position_1M, found.position_RKJ, found.held_RKJ))
+                seen = once(asked.seen(position_1M, *seen_by))
                 old = jax.tree.map(partial(take, axis=2), state)
                 new, _ = accumulate(old, take(q_1NTH, axis=2), keys, values, seen, asked.cap)
                 put = partial(
@@ -84,7 +93,7 @@ def attend_expanded(
                 return jax.tree.map(put, state, new)
 
             # Queries before the block's first slot do not see it.
-            earliest = jnp.maximum(i * blocks.size - before, 0) // size
+            earliest = jnp.maximum(i * blocks.size * num_devices - before, 0) // size
             return jax.lax.fori_loop(earliest, (count + size - 1) // size, meet_queries, state)
 
         return jax.lax.fori_loop(first, jnp.where(is_long_B[row], end, first), meet_block, state)

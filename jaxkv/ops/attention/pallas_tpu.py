@@ -66,6 +66,8 @@ class PallasTpu:
         if (reason := runs_on_xla(heads)) is not None:
             return reason
         if heads.latent_dim is not None:
+            if needs.divides_tokens:
+                return "decode_context_parallel_size: expected 1"
             if heads.cap or heads.has_sinks:
                 return "latent attention: expected scores without a cap and without sinks"
             if isinstance(needs.codec, Int4Codec):  # it mixes what is value with what is not

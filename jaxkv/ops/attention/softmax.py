@@ -59,6 +59,13 @@ class Softmax(NamedTuple):
         )
         return Softmax(top, mine.sum + its.sum, mine.acc + its.acc, entropy)
 
+    def over(self, axis: str) -> Softmax:
+        """Returns the softmax over the keys of all devices along a mesh axis. Source: as `merged`."""
+        mine = self.moved(jax.lax.pmax(self.max, axis))
+        entropy = None if mine.entropy is None else jax.lax.psum(mine.entropy, axis)
+        of_all, acc = jax.lax.psum((mine.sum, mine.acc), axis)
+        return Softmax(mine.max, of_all, acc, entropy)
+
     def result(self) -> jax.Array:
         # A row that saw nothing (padding) has sum 0: it gets zeros instead of NaN.
         return self.acc / jnp.where(self.sum > 0, self.sum, 1.0)[..., None]

@@ -37,7 +37,8 @@ class Scores(NamedTuple):
     """Says what becomes of scores: which keys are seen, and cap and sinks as in `Terms`, these by
     KV head. entry: of entries beside the keys (`index.Entries`), None where there are none. choice:
     of entries, if there are any, or of keys, by the tokens of the queries; None: of all. distances:
-    as in `Terms`, of the tokens of the queries.
+    as in `Terms`, of the tokens of the queries. tokens_over: the mesh axis over whose devices the
+    tokens of each page are divided; None: each device has them all.
     """
 
     window: Window
@@ -47,6 +48,7 @@ class Scores(NamedTuple):
     entry: EntryShape | None = None
     choice: Choice | None = None
     distances: Distances | None = None
+    tokens_over: str | None = None
 
     def with_tokens(self, change: Change) -> Scores:
         """Returns it for other tokens, which `change` makes of arrays [T, ..]."""
@@ -128,16 +130,44 @@ class Blocking(NamedTuple):
     in_float32: bool = False
 
 
-def rows_of(store: Store, tables: PageTables, window: Window) -> Rows:
+def rows_of(
+    store: Store, tables: PageTables, window: Window, tokens_over: str | None = None
+) -> Rows:
+    """Returns the pages of all rows. tokens_over: as in `Scores`; then the store has this device's
+    tokens of each page alone.
+    """
     low = None
     if store.low is not None and tables.low is not None:
         low = rows_of(store.low, tables.low, None)
+    share = share_of(store, tokens_over)
     table_BW, first_BW = jnp.asarray(tables.table_BW), jnp.asarray(tables.first_BW)
-    begin_W = jnp.arange(table_BW.shape[1], dtype=jnp.int32) * store.page_size
+    begin_W = jnp.arange(table_BW.shape[1], dtype=jnp.int32) * share.page_size + share.begin
     held_BW = jnp.clip(tables.len_B[:, None] - begin_W[None], 0, store.page_size)
     if window is not None:
         held_BW = jnp.where(first_BW == BEHIND, 0, held_BW)
-    return Rows(table_BW[:, None], first_BW[:, None], held_BW[:, None], low)
+    return Rows(table_BW[:, None], (first_BW + share.begin)[:, None], held_BW[:, None], low)
+
+
+class Share(NamedTuple):
+    """Says which tokens of each page a device has: from its token `begin` on as many as its store's
+    pages have, of `page_size` on all devices together.
+    """
+
+    begin: int | jax.Array
+    page_size: int
+
+    def covering(self, low: jax.Array, high: jax.Array, store: Store) -> tuple[jax.Array, ...]:
+        """Returns the slots here of pages that have slots low..high-1 of all devices."""
+        pages = low // self.page_size, -(-high // self.page_size)
+        return tuple(page * store.page_size for page in pages)
+
+
+def share_of(store: Store, tokens_over: str | None) -> Share:
+    """Returns this device's part of the pages; all of them where nothing divides their tokens."""
+    if tokens_over is None:
+        return Share(0, store.page_size)
+    begin = jax.lax.axis_index(tokens_over) * store.page_size
+    return Share(begin, store.page_size * jax.lax.axis_size(tokens_over))
 
 
 class Block(NamedTuple):
@@ -290,8 +320,11 @@ def attend(
     """Sweeps over the pages of both pools. Returns [R, K, M, H], and what `at.statistics` wants.
 
     The M queries of a KV head are of its G heads by turns: query m of head m mod G. Their tokens
-    are those of one row or one of each.
+    are those of one row or one of each. Where devices divide the tokens of pages the queries are of
+    all heads, on every device.
     """
+    if asked.tokens_over is not None:
+        bounds = share_of(at.store, asked.tokens_over).covering(*bounds, at.store)
     sweep = partial(_sweep_chosen, blocking=blocking)
     if asked.entry is not None:  # what is chosen are entries
         all_before = jnp.int32(0), bounds[1]
@@ -311,6 +344,8 @@ def attend(
         of_row = codec.rotate(q_RKMH), at_low, rows.low, position_RM, all_slots
         found, of_low = _sweep(*of_row, blocking=blocking, asked=asked)
         softmax = softmax.merged(found._replace(acc=codec.restore(found.acc)))
+    if asked.tokens_over is not None:
+        softmax = softmax.over(asked.tokens_over)
     for sink_RKM in asked.sinks(softmax.max.shape):
         softmax = softmax.merged(_sink(sink_RKM, softmax))
     return softmax.result(), None if own is None else Found(softmax, own, of_low)

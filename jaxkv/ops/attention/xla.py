@@ -33,7 +33,15 @@ from jaxkv.ops.attention.distances import Distances
 from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
 from jaxkv.ops.attention.index import Choice, Entries, EntryShape
 from jaxkv.ops.attention.select import select_pages
-from jaxkv.ops.attention.sweep import BLOCK, Blocking, Scores, Window, attend, rows_of
+from jaxkv.ops.attention.sweep import (
+    BLOCK,
+    Blocking,
+    Scores,
+    Window,
+    attend,
+    rows_of,
+    share_of,
+)
 from jaxkv.ops.native import is_wide
 from kernels_pallas.tpu.layout import LANES
 
@@ -82,13 +90,15 @@ def decode_keys(num_rows: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Xla:
     """See `base.Backend`. `deterministic`: as in `read`. `on_lanes`: pages are rows of whole
-    registers, as a TPU's memory has them.
+    registers, as a TPU's memory has them. `tokens_over`: the mesh axis over whose devices the tokens
+    of each page of latent attention are divided, equal parts in order; None: each has them all.
     """
 
     # Blocks of keys must not begin elsewhere, or a query would add up in another order.
     aligned_len: ClassVar[int] = BLOCK
     deterministic: bool = False
     on_lanes: bool = False
+    tokens_over: str | None = None
 
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         return None
@@ -112,7 +122,13 @@ class Xla:
         start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
         offset_T = jnp.arange(batch.token_T.shape[0], dtype=jnp.int32) - start_T
         dest_T = destinations(store, tables, row_T=batch.row_T, offset_T=offset_T)
+        if (axis := self._divides(store)) is not None:
+            dest_T = _own_destinations(dest_T, _own(store), axis)
         return dest_T, heads.window, heads.chunk
+
+    def _divides(self, store: Store) -> str | None:
+        """Returns the mesh axis over which the tokens of this store's pages are divided."""
+        return None if store.layout.latent_dim is None else self.tokens_over
 
     def attend(
         self,
@@ -125,7 +141,9 @@ class Xla:
         terms: Terms,
     ) -> Attended:
         dest_T, window, chunk = prepared
-        store, index = at.store, terms.index
+        store, index, tokens_over = at.store, terms.index, self._divides(at.store)
+        if tokens_over is not None:
+            store = _own(store)
         if k_TKH is not None:
             store = write(store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
         entry: EntryShape | None = None
@@ -145,9 +163,10 @@ class Xla:
             index=index,
             distances=terms.distances,
             entry=entry,
+            tokens_over=tokens_over,
             deterministic=self.deterministic,
         )
-        return Attended(out_TNH, store, statistics)
+        return Attended(out_TNH, replace(store, layout=at.store.layout), statistics)
 
 
 def read(
@@ -164,6 +183,7 @@ def read(
     index: Choice | None = None,
     distances: Distances | None = None,
     entry: EntryShape | None = None,
+    tokens_over: str | None = None,
     deterministic: bool = False,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends over pages that have the step's keys and values, `at.tables.len_B` its tokens, and
@@ -171,12 +191,15 @@ def read(
     `at.statistics` with this layer's added.
 
     maps, index, distances: as in `base.Terms`; without maps latent queries and outputs are absorbed
-    ones. entry: of entries, that `index` chooses among then. `deterministic`: on a CPU, a query
-    gets the same bits in a decode row as in a prefill chunk.
+    ones. entry: of entries, that `index` chooses among then. tokens_over: as in `Scores`, of latent
+    attention with maps. `deterministic`: on a CPU, a query gets the same bits in a decode row as in
+    a prefill chunk.
     """
     codec, q_TNH = at.store.codec, q_TNH.astype(jnp.float32)
+    if sinks_N is not None:
+        sinks_N = _of_all_heads(sinks_N, 0, tokens_over)
     sinks_KG = None if sinks_N is None else sinks_N.reshape(at.store.num_kv_heads, -1)
-    asked = Scores(window, chunk, cap, sinks_KG, entry, index, distances)
+    asked = Scores(window, chunk, cap, sinks_KG, entry, index, distances, tokens_over)
     of_rows = partial(_read_rows, at=at, batch=batch, asked=asked, deterministic=deterministic)
 
     def restored(out_TNH: jax.Array) -> jax.Array:
@@ -192,10 +215,11 @@ def read(
         q_TNH = maps.absorb(q_TNH) * scale
         # A row's key for being chosen, behind the others, meets nothing.
         missing = at.store.layout.head_dim - q_TNH.shape[2]
-        return codec.rotate(jnp.pad(q_TNH, ((0, 0), (0, 0), (0, missing))))
+        q_TNH = codec.rotate(jnp.pad(q_TNH, ((0, 0), (0, 0), (0, missing))))
+        return _of_all_heads(q_TNH, 1, tokens_over)
 
     def leave(out_TNH: jax.Array) -> jax.Array:
-        return maps.values_of(restored(out_TNH))
+        return maps.values_of(restored(_of_own_heads(out_TNH, tokens_over)))
 
     absorbed = partial(of_rows, enter=enter, leave=leave)
     # The expanded form knows one softmax over plain pages, and gives other bits than decode rows.
@@ -224,6 +248,39 @@ def _with_entries(store: Store, asked: Entries, dest_T: jax.Array, layer: int | 
     nowhere = store.num_pages * store.page_size
     dest_E = dest_T.at[asked.last_E].get(mode="fill", fill_value=nowhere)
     return write_entries(store, asked.entry_EX, dest_E=dest_E, rate=asked.shape.rate, layer=layer)
+
+
+def _own(store: Store) -> Store:
+    """Returns a store as one of the devices that divide the tokens of its pages sees it: of smaller
+    pages.
+    """
+    return replace(store, layout=replace(store.layout, page_size=store.pages.shape[2]))
+
+
+def _own_destinations(dest_T: jax.Array, store: Store, tokens_over: str) -> jax.Array:
+    """Returns where tokens go in this device's part of the pages, past the pool for those of
+    others.
+    """
+    share = share_of(store, tokens_over)
+    slot_T = dest_T % share.page_size - share.begin
+    is_own_T = (slot_T >= 0) & (slot_T < store.page_size)
+    own_T = dest_T // share.page_size * store.page_size + slot_T
+    return jnp.where(is_own_T, own_T, store.num_pages * store.page_size)
+
+
+def _of_all_heads(x: jax.Array, axis: int, tokens_over: str | None) -> jax.Array:
+    """Returns what all devices have of their heads, along one axis of the array."""
+    if tokens_over is None:
+        return x
+    return jax.lax.all_gather(x, tokens_over, axis=axis, tiled=True)
+
+
+def _of_own_heads(x_TNH: jax.Array, tokens_over: str | None) -> jax.Array:
+    """Inverts `_of_all_heads`."""
+    if tokens_over is None:
+        return x_TNH
+    own = x_TNH.shape[1] // jax.lax.axis_size(tokens_over)
+    return jax.lax.dynamic_slice_in_dim(x_TNH, jax.lax.axis_index(tokens_over) * own, own, 1)
 
 
 def _unchanged(x: jax.Array) -> jax.Array:
@@ -308,11 +365,13 @@ def attend_rows(
     at = at._replace(statistics=statistics)
     fill = partial(_prefill, enter=enter, leave=leave, asked=asked)
     in_float32 = batch.chunk_len is not None and not deterministic
+    num_devices = 1 if asked.tokens_over is None else jax.lax.axis_size(asked.tokens_over)
+    num_heads = q_TNH.shape[1] * num_devices  # that meet a page here
     return jax.lax.platform_dependent(
         *(q_TNH, out_TNH, count_B, at, batch),
         cpu=partial(fill, num_queries=QUERY_BLOCK, blocking=Blocking(in_float32=in_float32)),
         default=partial(
-            fill, num_queries=prefill_queries(q_TNH.shape[1]), blocking=Blocking(LARGE_KEYS)
+            fill, num_queries=prefill_queries(num_heads), blocking=Blocking(LARGE_KEYS)
         ),
     )
 
@@ -381,7 +440,8 @@ def _decode(
         return jax.lax.dynamic_update_slice_in_dim(out_BNH, out, start, 0), statistics
 
     before = at.statistics
-    every_row = rows_of(at.store, replace(tables, len_B=len_B), asked.window)
+    held = replace(tables, len_B=len_B)
+    every_row = rows_of(at.store, held, asked.window, asked.tokens_over)
     return jax.lax.fori_loop(0, -(-num_rows // size), tile, (jnp.zeros_like(q_BNH), before))
 
 
@@ -401,16 +461,15 @@ def _prefill(
     """Attends the first `count` tokens of every prefill row's chunk, all or none, `num_queries` at
     a time, written over `out` (which holds the decode rows).
     """
-    num_tokens, num_heads, _ = q_TNH.shape
-    heads, size = at.store.num_kv_heads, min(num_queries, batch.chunk_len or num_tokens)
-    per_head = num_heads // heads
+    num_tokens, heads = q_TNH.shape[0], at.store.num_kv_heads
+    size = min(num_queries, batch.chunk_len or num_tokens)
     # Blocks may run past their row's end: there are zeros, which the next row overwrites, or which
     # padding keeps, as matmuls on a CPU leave out rows of zeros; or they lie in this extra block.
     q_TNH = jnp.pad(q_TNH, ((0, size), (0, 0), (0, 0)))
     position_T = jnp.pad(batch.position_T, (0, size))
     asked = asked.with_tokens(lambda x: jnp.pad(x, ((0, size), *((0, 0),) * (x.ndim - 1))))
     out_TNH = jnp.pad(out_TNH, ((0, num_tokens + size - out_TNH.shape[0]), (0, 0), (0, 0)))
-    rows, tables = rows_of(at.store, at.tables, asked.window), at.tables
+    rows, tables = rows_of(at.store, at.tables, asked.window, asked.tokens_over), at.tables
 
     def block(
         row: jax.Array, done: jax.Array, carry: tuple[jax.Array, Statistics | None]
@@ -419,6 +478,7 @@ def _prefill(
         start, is_row_T = batch.start_B[row] + done, done + jnp.arange(size) < count_B[row]
         take_tokens = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
         q, position = enter(take_tokens(q_TNH)), take_tokens(position_T)
+        per_head = q.shape[1] // heads
         # [T, K, G, H] -> [1, K, T*G, H]: all queries that share a KV head meet its keys in one
         # matmul.
         q = (
@@ -449,7 +509,7 @@ def _prefill(
         out = (
             out.reshape(heads, size, per_head, -1)
             .transpose(1, 0, 2, 3)
-            .reshape(size, num_heads, -1)
+            .reshape(size, heads * per_head, -1)
         )
         out = jnp.where(is_row_T[:, None, None], leave(out), 0)
         return jax.lax.dynamic_update_slice_in_dim(out_TNH, out, start, 0), statistics
