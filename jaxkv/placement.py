@@ -25,7 +25,7 @@ from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models import differential
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.recurrent import StateArray
-from jaxkv.models.spec import KVGroup, ModelSpec
+from jaxkv.models.spec import IndexSpec, KVGroup, ModelSpec
 from jaxkv.weights.packing import FACTOR, TABLE, base_name, num_bytes
 from jaxkv.weights.tree import ADAPTER_DOWN, ADAPTER_UP, ADAPTERS, EXPERT
 
@@ -132,7 +132,7 @@ class Placement:
         return (TOKENS if self.divides_tokens else WHOLE), WHOLE
 
     def kv(self, kv: PagedKV) -> PagedKV:
-        """Returns the sharding of the KV state: pages as `of_pages` says, tables and lengths whole."""
+        """Returns the sharding of the KV state: `of_pages`, and tables and lengths whole."""
         whole: Any = WHOLE
 
         def of(store: Store) -> Store:
@@ -199,7 +199,7 @@ def place(
     divide the tokens of latent attention's pages too, 1 to leave these whole.
 
     Raises: ValueError if there are fewer, or the model's heads or feed-forward dimension have no
-    such parts, or nothing has tokens to divide; NotImplementedError for tokens that are chosen.
+    such parts, or nothing has tokens to divide; NotImplementedError for entries of several tokens.
     """
     if not is_int(size) or not 1 <= size <= len(devices):
         raise ValueError(
@@ -249,14 +249,14 @@ def _check_context(spec: ModelSpec, size: int, context: Any) -> None:
         raise ValueError(f"{what}{or_all}, got {context!r}")
     if context == 1:
         return
-    if all(group.latent_dim is None for group in spec.groups):
+    if not any(group.layers and group.latent_dim for group in spec.groups):
         raise ValueError(
             f"{what} for a model without latent attention, whose pages are divided by heads, got "
             f"{context}"
         )
-    if spec.attention.index is not None:
+    if not isinstance(spec.attention.index, IndexSpec | None) or spec.attention.near:
         raise NotImplementedError(
-            f"{what} for a model whose tokens choose the keys they attend to, got {context}"
+            f"{what} for a model that makes one entry of several tokens, got {context}"
         )
 
 

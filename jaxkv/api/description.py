@@ -33,7 +33,7 @@ def describe(
             *_draft(model.draft),
             f"kv cache  {config.num_tokens} tokens = {config.num_pages} pages of "
             f"{config.block_size}, "
-            f"{spec.token_numbers} numbers per token and layer{_copies(blueprint)} in "
+            f"{spec.token_numbers} numbers per token and layer{_parts(blueprint)} in "
             f"{blueprint.kv_cache_dtype}, "
             f"{used} pages in use{_row(blueprint, engine)}",
             f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
@@ -59,9 +59,16 @@ def _matmuls(blueprint: Blueprint) -> list[str]:
     return [f"matmuls   {native.described()}"]
 
 
-def _copies(blueprint: Blueprint) -> str:
-    copies = blueprint.kv_copies
-    return f" ({copies} copies of each KV head)" if copies else ""
+def _parts(blueprint: Blueprint) -> str:
+    """Says how many devices have a number, where that is not one of them."""
+    if blueprint.kv_copies:
+        return f" ({blueprint.kv_copies} copies of each KV head)"
+    is_latent = any(group.layers and group.latent_dim for group in blueprint.spec.groups)
+    if not is_latent or blueprint.num_devices == 1:
+        return ""
+    if blueprint.placement.divides_tokens:
+        return f" (of latent attention {blueprint.num_devices} devices divide each page's tokens)"
+    return " (of latent attention on every device)"
 
 
 def _row(blueprint: Blueprint, engine: Engine) -> str:

@@ -255,7 +255,8 @@ def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences
     )
     lines = [f"{deployment.name}: {spec.family}, {spec.num_layers} layers, {heads}, {kinds}"]
     lines.append(_row("KV cache of a token", [f"{token / 2**10:.2f} KiB"]))
-    if spec.groups and spec.groups[0].latent_dim and blueprint.num_devices > 1:
+    is_whole = blueprint.num_devices > 1 and not blueprint.placement.divides_tokens
+    if spec.groups and spec.groups[0].latent_dim and is_whole:
         own = token / blueprint.num_devices / 2**10
         lines.append(_row("all of it on each device", [f"{own:.2f} KiB"]))
     if spec.states:

@@ -1394,7 +1394,7 @@ def test_the_command_says_what_is_wrong_before_it_loads_anything(capsys):
         (["--reasoning-parser", "qwen3"], "not built here (nearest: --response-template)"),
         (["--enable-auto-tool-choice"], "--enable-auto-tool-choice: vLLM's, not built here"),
         (["-pp", "2"], "-pp: vLLM's, not built here"),
-        (["-dcp", "2"], "-dcp: vLLM's, not built here (nearest: tensor_parallel_size"),
+        (["-pcp", "2"], "-pcp: vLLM's, not built here (nearest: tensor_parallel_size"),
         (["-ac", "{}"], "-ac: vLLM's, not built here (nearest: backend)"),
         (["--enforce-eager"], "--enforce-eager: vLLM's, not built here (nearest: --lazy-compile)"),
         (["--enable_log_outputs"], "--enable-log-outputs: vLLM's, not built here"),

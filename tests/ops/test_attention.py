@@ -32,6 +32,7 @@ from cases import (
 from jaxkv.ops.attention import (
     Batch,
     BlockIndex,
+    Heads,
     Index,
     LatentMaps,
     Place,
@@ -324,6 +325,61 @@ def test_chosen_keys_are_those_of_all_scores_at_once(num_chosen):
     every = at_once(q_TNH, at, case.batch, nothing, maps=maps)
     real_T = case.batch.row_T < NUM_ROWS
     assert (num_chosen == 1000) == np.allclose(every[real_T], want[real_T], atol=1e-4)
+
+
+DIVIDED = [(None, "cpu", None), (300, "gpu", None), (None, "cpu", 20), (None, "gpu", 20)]
+
+
+@pytest.mark.parametrize(("window", "platform", "num_chosen"), some(DIVIDED, *DIVIDED[1:3]))
+def test_devices_that_divide_the_tokens_of_pages_give_what_one_gives(
+    monkeypatch, window, platform, num_chosen
+):
+    """Of latent attention: each has some heads, and stores and reads some tokens of each page."""
+    if platform != "cpu":
+        use_large_blocks(monkeypatch, 64)
+    monkeypatch.setattr(xla, "LEAST_QUERIES", 40)
+    monkeypatch.setattr(expanded, "QUERIES", 16)
+    monkeypatch.setattr(expanded, "ROWS", 32)
+    rng, num_devices, (num_heads, rank) = np.random.default_rng(0), 2, (4, 12)
+    case = step_case(2, Shape(16, window, num_heads, 1, 24, "float32"), num_tokens=240)
+    layout = replace(case.store.layout, latent_dim=rank)
+    store = only_layer(replace(case.store, pages=case.store.pages[:, :1], layout=layout), 1)
+    # A row's last 8 numbers are what it is chosen by.
+    q_TNH = case.q_TNH[..., : 22 if num_chosen is None else 14]
+    k_T1H = rng.normal(size=(len(q_TNH), 1, 24))
+    up = [rng.normal(size=(num_heads, *x)).astype(np.float32) for x in ((rank, 10), (9, rank))]
+    index = None
+    if num_chosen is not None:
+        q_TIH, weight_TI = (rng.normal(size=(len(q_TNH), 6, *x)) for x in ((8,), ()))
+        index = Index(jnp.float32(q_TIH), jnp.float32(weight_TI), num_chosen=num_chosen)
+    heads = Heads(num_heads=num_heads, num_kv_heads=1, head_dim=24, window=window, latent_dim=rank)
+
+    def attend(
+        q_TNH: jax.Array, pages: jax.Array, up: list[jax.Array], backend: xla.Xla
+    ) -> tuple[jax.Array, jax.Array]:
+        own, batch, tables = (
+            replace(store, pages=pages),
+            *jax.tree.map(jnp.asarray, (case.batch, case.tables)),
+        )
+        before = replace(tables, len_B=tables.len_B - batch.count_B)
+        maps = LatentMaps(*(HeadMatrices(x[None], jnp.int32(0)) for x in up))
+        terms = Terms(24**-0.5, np.dtype(np.float32), maps=maps, index=index)
+        found = backend.attend(
+            *(q_TNH, jnp.float32(k_T1H), None, Place(own, 1, tables), batch),
+            *(backend.prepare(own, before, batch, heads), terms),
+        )
+        assert found.store.layout == layout
+        return found.out_TNH, found.store.pages
+
+    def parts(x: np.ndarray, axis: int) -> jax.Array:
+        return jnp.stack(np.split(np.asarray(x), num_devices, axis))
+
+    want, written = jax.jit(partial(attend, backend=xla.Xla()))(q_TNH, store.pages, up)
+    divided = partial(attend, backend=xla.Xla(tokens_over="devices"))
+    given = parts(q_TNH, 1), parts(store.pages, 2), [parts(x, 0) for x in up]
+    out, pages = jax.jit(jax.vmap(divided, axis_name="devices"))(*given)
+    np.testing.assert_array_equal(np.concatenate(pages, 2), written)
+    assert_equal(np.concatenate(out, 1), np.asarray(want, np.float64), case.batch)
 
 
 def with_index_key(rng: np.random.Generator) -> tuple[Case, Place]:

@@ -58,9 +58,7 @@ def attend_expanded(
         own = jax.tree.map(
             partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=1), rows
         )
-        blocks = Blocks.of(
-            at.store, own, at.layer, size=num_keys // num_devices, in_float32=False
-        )
+        blocks = Blocks.of(at.store, own, at.layer, size=num_keys // num_devices, in_float32=False)
         start, count = batch.start_B[row], batch.count_B[row]
         before = at.tables.len_B[row] - count
         reach = asked.reach(position_T[start])
@@ -73,7 +71,9 @@ def attend_expanded(
             seen_by = found.position_RKJ, found.held_RKJ
             if asked.tokens_over is not None:  # heads meet the rows of all devices
                 row_JH = jax.lax.all_gather(row_JH, asked.tokens_over, tiled=True)
-                gather = partial(jax.lax.all_gather, axis_name=asked.tokens_over, axis=2, tiled=True)
+                gather = partial(
+                    jax.lax.all_gather, axis_name=asked.tokens_over, axis=2, tiled=True
+                )
                 seen_by = jax.tree.map(gather, seen_by)
             made = (once(x.astype(dtype))[None] for x in maps.expand(row_JH))
             keys, values = map(Elements, made)

@@ -67,7 +67,7 @@ class PallasTpu:
             return reason
         if heads.latent_dim is not None:
             if needs.divides_tokens:
-                return "decode_context_parallel_size: expected 1"
+                return "pages whose tokens devices divide run on xla"
             if heads.cap or heads.has_sinks:
                 return "latent attention: expected scores without a cap and without sinks"
             if isinstance(needs.codec, Int4Codec):  # it mixes what is value with what is not

@@ -60,7 +60,7 @@ class Softmax(NamedTuple):
         return Softmax(top, mine.sum + its.sum, mine.acc + its.acc, entropy)
 
     def over(self, axis: str) -> Softmax:
-        """Returns the softmax over the keys of all devices along a mesh axis. Source: as `merged`."""
+        """Returns the softmax over the keys of all devices of a mesh axis. Source: as `merged`."""
         mine = self.moved(jax.lax.pmax(self.max, axis))
         entropy = None if mine.entropy is None else jax.lax.psum(mine.entropy, axis)
         of_all, acc = jax.lax.psum((mine.sum, mine.acc), axis)

@@ -368,10 +368,24 @@ def _sweep_chosen(
         if isinstance(index, BlockIndex) and _reads_chosen(index, score_RTKC, at.store.page_size):
             rows = _chosen_rows(index, score_RTKC[:, 0], rows, at.store.page_size)
             bounds = jnp.int32(0), jnp.minimum(bounds[1], index.num_chosen * index.pool)
+        elif asked.tokens_over is not None:
+            chosen = Chosen(
+                _choose_of_all(index, score_RTKC, at.store, asked.tokens_over), index.pool
+            )
         else:
             chosen = Chosen(index.choose(score_RTKC), index.pool)
     of_rows = q_RKMH, at, rows, position_RM, bounds
     return _sweep(*of_rows, blocking=blocking, asked=asked, chosen=chosen)
+
+
+def _choose_of_all(index: Choice, score: jax.Array, store: Store, tokens_over: str) -> jax.Array:
+    """Returns which of this device's part of [.., C] are chosen among those of all devices."""
+    own = (*score.shape[:-1], -1, store.page_size // index.pool)  # page by page
+    whole = jax.lax.all_gather(score.reshape(own), tokens_over, axis=len(own) - 1, tiled=True)
+    chosen = index.choose(whole.reshape(*score.shape[:-1], -1)).reshape(whole.shape)
+    begin = jax.lax.axis_index(tokens_over) * own[-1]
+    mine = jax.lax.dynamic_slice_in_dim(chosen, begin, own[-1], axis=len(own) - 1)
+    return mine.reshape(score.shape)
 
 
 def _reads_chosen(index: BlockIndex, score_RTKC: jax.Array, page_size: int) -> bool:

@@ -90,8 +90,8 @@ def decode_keys(num_rows: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Xla:
     """See `base.Backend`. `deterministic`: as in `read`. `on_lanes`: pages are rows of whole
-    registers, as a TPU's memory has them. `tokens_over`: the mesh axis over whose devices the tokens
-    of each page of latent attention are divided, equal parts in order; None: each has them all.
+    registers, as a TPU's memory has them. `tokens_over`: the mesh axis over whose devices the
+    tokens of each page of latent attention are divided, in equal parts; None: each has them all.
     """
 
     # Blocks of keys must not begin elsewhere, or a query would add up in another order.

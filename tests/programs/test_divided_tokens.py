@@ -1,0 +1,123 @@
+"""Devices that divide the tokens of latent attention's pages: results are those of one device, and
+each has its part of the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from families import VARIANTS, text_config
+from jaxkv.build.blueprint import make_blueprint
+from jaxkv.build.model import find_model
+from jaxkv.build.options import EngineOptions
+from tiny import SMALL, make_checkpoint, tiny_config
+
+RUN = """
+import json, sys
+import numpy as np
+from jaxkv import LLM, SamplingParams
+from jaxkv.ops.attention import xla
+from jaxkv.testing import blueprint_of, engine_of
+
+xla.LEAST_QUERIES = 20  # chunks of prompts in both forms
+path, folder = sys.argv[1:]
+greedy = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=1)
+drawn = SamplingParams(seed=3, top_p=0.9, n=2, max_tokens=10, ignore_eos=True, logprobs=0)
+prompts = [{"prompt_token_ids": np.random.default_rng(n).integers(3, 150, n).tolist()} for n in (5, 42, 17)]
+
+def scored(outputs):
+    entries = [entry for one in outputs for own in one.outputs for entry in own.logprobs]
+    return [value.logprob for entry in entries for value in entry.values()]
+
+def run(size):
+    llm = LLM(path, dtype="float32", tensor_parallel_size=size, decode_context_parallel_size=size, skip_tokenizer_init=True,
+              lazy_compile=True, max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, block_size=8, num_gpu_blocks_override=40)
+    outputs = llm.generate(prompts, [greedy, drawn, greedy], use_tqdm=False)
+    again = llm.generate(prompts[1:], greedy, use_tqdm=False)
+    llm.session(prompts[1]).save(f"{folder}/{size}")
+    restored = [llm.restore(f"{folder}/{other}").generate(greedy)[1] for other in (1, size)]
+    engine_of(llm).check()
+    kv = engine_of(llm).kv
+    return {
+        "tokens": [own.token_ids for one in outputs + again for own in one.outputs] + [one.token_ids for one in restored],
+        "cached": [one.num_cached_tokens for one in again],
+        "logprobs": scored(outputs),
+        "bytes": [sum(s.data.nbytes for x in kv.pools for s in x.addressable_shards if s.device.id == i) for i in range(size)],
+        "counted": blueprint_of(llm).page_nbytes * 40,
+        "of all": kv.nbytes,
+        "described": llm.describe(),
+    }
+
+print(json.dumps([run(1), run(2)]))
+"""
+
+
+@pytest.mark.parametrize(
+    "variant", ["deepseek_v3", pytest.param("kimi_linear", marks=pytest.mark.slow)]
+)
+def test_two_devices_give_the_results_of_one_and_have_half_of_each_page(tmp_path, variant):
+    config = (text_config if variant in VARIANTS else tiny_config)(variant)
+    path = make_checkpoint(tmp_path / "model", config)
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2 "
+        f"--xla_backend_optimization_level=0"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, path, tmp_path],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=290,
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = json.loads(done.stdout)
+    assert two["tokens"] == one["tokens"]
+    assert two["cached"] == one["cached"]
+    assert any(one["cached"])
+    assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-4)
+    if variant == "deepseek_v3":  # without states
+        assert one["bytes"] == [one["of all"]] == [one["counted"]]
+        assert two["bytes"] == [two["of all"] // 2] * 2 == [two["counted"]] * 2
+    assert two["of all"] == one["of all"]
+    assert "2 devices divide each page's tokens" in two["described"]
+    assert "devices divide" not in one["described"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "asked", "error"),
+    [
+        ("deepseek_v3", {"decode_context_parallel_size": 2}, "1 or tensor_parallel_size 4, got 2"),
+        ("deepseek_v3", {"decode_context_parallel_size": True}, "parallel_size 4, got True"),
+        (
+            "deepseek_v3",
+            {"tensor_parallel_size": 1},
+            "decode_context_parallel_size: expected 1, got 4",
+        ),
+        (
+            "deepseek_v3",
+            {"tensor_parallel_size": 16, "decode_context_parallel_size": 16, "block_size": 8},
+            "16, got 8",
+        ),
+        ("deepseek_v3", {"kv_policy": "streaming", "kv_budget": 64}, "expected full with decode"),
+        ("llama", {}, "expected 1 for a model without latent attention"),
+        ("mamba", {}, "expected 1 for a model without latent attention"),
+        ("deepseek_v4", {}, "expected 1 for a model that makes one entry of several tokens"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(tmp_path, variant, asked, error):
+    config = (text_config if variant in VARIANTS else tiny_config)(variant)
+    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sizes = dict.fromkeys((*sizes, "moe_intermediate_size"), 16) if variant == "deepseek_v3" else {}
+    path = make_checkpoint(tmp_path, config | sizes)
+    given = {"tensor_parallel_size": 4, "decode_context_parallel_size": 4} | asked
+    options = EngineOptions(path, **SMALL | given)
+    model = find_model(options)
+    with pytest.raises((ValueError, NotImplementedError), match=error):
+        make_blueprint(options, model.spec, model.layout, jax.devices()[:1] * 16)
