@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jaxkv.kv.codecs import Elements, decode_elements
 from jaxkv.kv.layout import once
 from jaxkv.ops.attention.base import Batch, LatentMaps, Place
+from jaxkv.ops.attention.divided import share_of
 from jaxkv.ops.attention.softmax import Softmax
-from jaxkv.ops.attention.sweep import Blocks, Scores, accumulate, rows_of, share_of
+from jaxkv.ops.attention.sweep import Blocks, Scores, accumulate, rows_of
 
 LEAST_QUERIES = 256
 """Chunks of fewer are attended absorbed."""

@@ -15,6 +15,7 @@ from jaxkv.kv.layout import HeadMajorLayout, once
 from jaxkv.kv.state import BEHIND, PageTables, Store
 from jaxkv.ops.attention.base import Place
 from jaxkv.ops.attention.distances import Distances
+from jaxkv.ops.attention.divided import choose_of_all, share_of
 from jaxkv.ops.attention.index import BlockIndex, Change, Choice, EntryShape
 from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
 from jaxkv.ops.layers import soft_cap, total
@@ -146,28 +147,6 @@ def rows_of(
     if window is not None:
         held_BW = jnp.where(first_BW == BEHIND, 0, held_BW)
     return Rows(table_BW[:, None], (first_BW + share.begin)[:, None], held_BW[:, None], low)
-
-
-class Share(NamedTuple):
-    """Says which tokens of each page a device has: from its token `begin` on as many as its store's
-    pages have, of `page_size` on all devices together.
-    """
-
-    begin: int | jax.Array
-    page_size: int
-
-    def covering(self, low: jax.Array, high: jax.Array, store: Store) -> tuple[jax.Array, ...]:
-        """Returns the slots here of pages that have slots low..high-1 of all devices."""
-        pages = low // self.page_size, -(-high // self.page_size)
-        return tuple(page * store.page_size for page in pages)
-
-
-def share_of(store: Store, tokens_over: str | None) -> Share:
-    """Returns this device's part of the pages; all of them where nothing divides their tokens."""
-    if tokens_over is None:
-        return Share(0, store.page_size)
-    begin = jax.lax.axis_index(tokens_over) * store.page_size
-    return Share(begin, store.page_size * jax.lax.axis_size(tokens_over))
 
 
 class Block(NamedTuple):
@@ -370,22 +349,12 @@ def _sweep_chosen(
             bounds = jnp.int32(0), jnp.minimum(bounds[1], index.num_chosen * index.pool)
         elif asked.tokens_over is not None:
             chosen = Chosen(
-                _choose_of_all(index, score_RTKC, at.store, asked.tokens_over), index.pool
+                choose_of_all(index, score_RTKC, at.store, asked.tokens_over), index.pool
             )
         else:
             chosen = Chosen(index.choose(score_RTKC), index.pool)
     of_rows = q_RKMH, at, rows, position_RM, bounds
     return _sweep(*of_rows, blocking=blocking, asked=asked, chosen=chosen)
-
-
-def _choose_of_all(index: Choice, score: jax.Array, store: Store, tokens_over: str) -> jax.Array:
-    """Returns which of this device's part of [.., C] are chosen among those of all devices."""
-    own = (*score.shape[:-1], -1, store.page_size // index.pool)  # page by page
-    whole = jax.lax.all_gather(score.reshape(own), tokens_over, axis=len(own) - 1, tiled=True)
-    chosen = index.choose(whole.reshape(*score.shape[:-1], -1)).reshape(whole.shape)
-    begin = jax.lax.axis_index(tokens_over) * own[-1]
-    mine = jax.lax.dynamic_slice_in_dim(chosen, begin, own[-1], axis=len(own) - 1)
-    return mine.reshape(score.shape)
 
 
 def _reads_chosen(index: BlockIndex, score_RTKC: jax.Array, page_size: int) -> bool:

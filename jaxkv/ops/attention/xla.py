@@ -30,18 +30,16 @@ from jaxkv.kv.state import (
 from jaxkv.ops.attention import expanded, native
 from jaxkv.ops.attention.base import Attended, Batch, Heads, LatentMaps, Needs, Place, Terms
 from jaxkv.ops.attention.distances import Distances
+from jaxkv.ops.attention.divided import (
+    of_all_heads,
+    of_own_heads,
+    own_destinations,
+    own_store,
+)
 from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
 from jaxkv.ops.attention.index import Choice, Entries, EntryShape
 from jaxkv.ops.attention.select import select_pages
-from jaxkv.ops.attention.sweep import (
-    BLOCK,
-    Blocking,
-    Scores,
-    Window,
-    attend,
-    rows_of,
-    share_of,
-)
+from jaxkv.ops.attention.sweep import BLOCK, Blocking, Scores, Window, attend, rows_of
 from jaxkv.ops.native import is_wide
 from kernels_pallas.tpu.layout import LANES
 
@@ -123,7 +121,7 @@ class Xla:
         offset_T = jnp.arange(batch.token_T.shape[0], dtype=jnp.int32) - start_T
         dest_T = destinations(store, tables, row_T=batch.row_T, offset_T=offset_T)
         if (axis := self._divides(store)) is not None:
-            dest_T = _own_destinations(dest_T, _own(store), axis)
+            dest_T = own_destinations(dest_T, own_store(store), axis)
         return dest_T, heads.window, heads.chunk
 
     def _divides(self, store: Store) -> str | None:
@@ -143,7 +141,7 @@ class Xla:
         dest_T, window, chunk = prepared
         store, index, tokens_over = at.store, terms.index, self._divides(at.store)
         if tokens_over is not None:
-            store = _own(store)
+            store = own_store(store)
         if k_TKH is not None:
             store = write(store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
         entry: EntryShape | None = None
@@ -197,7 +195,7 @@ def read(
     """
     codec, q_TNH = at.store.codec, q_TNH.astype(jnp.float32)
     if sinks_N is not None:
-        sinks_N = _of_all_heads(sinks_N, 0, tokens_over)
+        sinks_N = of_all_heads(sinks_N, tokens_over, along=0)
     sinks_KG = None if sinks_N is None else sinks_N.reshape(at.store.num_kv_heads, -1)
     asked = Scores(window, chunk, cap, sinks_KG, entry, index, distances, tokens_over)
     of_rows = partial(_read_rows, at=at, batch=batch, asked=asked, deterministic=deterministic)
@@ -216,10 +214,10 @@ def read(
         # A row's key for being chosen, behind the others, meets nothing.
         missing = at.store.layout.head_dim - q_TNH.shape[2]
         q_TNH = codec.rotate(jnp.pad(q_TNH, ((0, 0), (0, 0), (0, missing))))
-        return _of_all_heads(q_TNH, 1, tokens_over)
+        return of_all_heads(q_TNH, tokens_over, along=1)
 
     def leave(out_TNH: jax.Array) -> jax.Array:
-        return maps.values_of(restored(_of_own_heads(out_TNH, tokens_over)))
+        return maps.values_of(restored(of_own_heads(out_TNH, tokens_over)))
 
     absorbed = partial(of_rows, enter=enter, leave=leave)
     # The expanded form knows one softmax over plain pages, and gives other bits than decode rows.
@@ -248,39 +246,6 @@ def _with_entries(store: Store, asked: Entries, dest_T: jax.Array, layer: int | 
     nowhere = store.num_pages * store.page_size
     dest_E = dest_T.at[asked.last_E].get(mode="fill", fill_value=nowhere)
     return write_entries(store, asked.entry_EX, dest_E=dest_E, rate=asked.shape.rate, layer=layer)
-
-
-def _own(store: Store) -> Store:
-    """Returns a store as one of the devices that divide the tokens of its pages sees it: of smaller
-    pages.
-    """
-    return replace(store, layout=replace(store.layout, page_size=store.pages.shape[2]))
-
-
-def _own_destinations(dest_T: jax.Array, store: Store, tokens_over: str) -> jax.Array:
-    """Returns where tokens go in this device's part of the pages, past the pool for those of
-    others.
-    """
-    share = share_of(store, tokens_over)
-    slot_T = dest_T % share.page_size - share.begin
-    is_own_T = (slot_T >= 0) & (slot_T < store.page_size)
-    own_T = dest_T // share.page_size * store.page_size + slot_T
-    return jnp.where(is_own_T, own_T, store.num_pages * store.page_size)
-
-
-def _of_all_heads(x: jax.Array, axis: int, tokens_over: str | None) -> jax.Array:
-    """Returns what all devices have of their heads, along one axis of the array."""
-    if tokens_over is None:
-        return x
-    return jax.lax.all_gather(x, tokens_over, axis=axis, tiled=True)
-
-
-def _of_own_heads(x_TNH: jax.Array, tokens_over: str | None) -> jax.Array:
-    """Inverts `_of_all_heads`."""
-    if tokens_over is None:
-        return x_TNH
-    own = x_TNH.shape[1] // jax.lax.axis_size(tokens_over)
-    return jax.lax.dynamic_slice_in_dim(x_TNH, jax.lax.axis_index(tokens_over) * own, own, 1)
 
 
 def _unchanged(x: jax.Array) -> jax.Array:

@@ -1,0 +1,85 @@
+"""Divides the tokens of each page of latent attention over the devices of a mesh axis.
+
+A page of S tokens is on D devices: the first has its first S / D tokens, and so on. A device sees a
+store of smaller pages. Queries of all heads meet what each device has, and the softmaxes are added
+up (`Softmax.over`), or all devices' rows come to each device's heads. vLLM's decode context
+parallelism divides the same rows token by token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.kv.state import Store
+from jaxkv.ops.attention.index import Choice
+
+
+class Share(NamedTuple):
+    """Says which tokens of each page a device has: from its token `begin` on as many as its store's
+    pages have, of `page_size` on all devices together.
+    """
+
+    begin: int | jax.Array
+    page_size: int
+
+    def covering(
+        self, low: jax.Array, high: jax.Array, store: Store
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns from which slot to which the store has those of the pages that have slots
+        low..high-1 of all devices.
+        """
+        first, end = low // self.page_size, -(-high // self.page_size)
+        return first * store.page_size, end * store.page_size
+
+
+def share_of(store: Store, axis: str | None) -> Share:
+    """Returns this device's part of the pages; all of them where no axis divides their tokens."""
+    if axis is None:
+        return Share(0, store.page_size)
+    begin = jax.lax.axis_index(axis) * store.page_size
+    return Share(begin, store.page_size * jax.lax.axis_size(axis))
+
+
+def own_store(store: Store) -> Store:
+    """Returns a store with the layout of this device's part of its pages."""
+    return replace(store, layout=replace(store.layout, page_size=store.pages.shape[2]))
+
+
+def own_destinations(dest_T: jax.Array, store: Store, axis: str) -> jax.Array:
+    """Returns where tokens go in this device's store, of where they go in whole pages: past the
+    pool for those of other devices.
+    """
+    share = share_of(store, axis)
+    slot_T = dest_T % share.page_size - share.begin
+    is_own_T = (slot_T >= 0) & (slot_T < store.page_size)
+    own_T = dest_T // share.page_size * store.page_size + slot_T
+    return jnp.where(is_own_T, own_T, store.num_pages * store.page_size)
+
+
+def of_all_heads(x: jax.Array, axis: str | None, *, along: int) -> jax.Array:
+    """Returns what all devices have of their heads, which lie along one axis of the array."""
+    return x if axis is None else jax.lax.all_gather(x, axis, axis=along, tiled=True)
+
+
+def of_own_heads(x_TNH: jax.Array, axis: str | None) -> jax.Array:
+    """Inverts `of_all_heads` along axis 1."""
+    if axis is None:
+        return x_TNH
+    own = x_TNH.shape[1] // jax.lax.axis_size(axis)
+    return jax.lax.dynamic_slice_in_dim(x_TNH, jax.lax.axis_index(axis) * own, own, 1)
+
+
+def choose_of_all(index: Choice, score: jax.Array, store: Store, axis: str) -> jax.Array:
+    """Returns which of this device's [.., C] are chosen among those of all devices, where the first
+    of equal scores counts by position.
+    """
+    own = (*score.shape[:-1], -1, store.page_size // index.pool)  # page by page
+    whole = jax.lax.all_gather(score.reshape(own), axis, axis=len(own) - 1, tiled=True)
+    chosen = index.choose(whole.reshape(*score.shape[:-1], -1)).reshape(whole.shape)
+    begin = jax.lax.axis_index(axis) * own[-1]
+    mine = jax.lax.dynamic_slice_in_dim(chosen, begin, own[-1], axis=len(own) - 1)
+    return mine.reshape(score.shape)
