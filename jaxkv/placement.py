@@ -243,21 +243,20 @@ def place(
 
 def _check_context(spec: ModelSpec, size: int, context: Any) -> None:
     """Raises: as `place`."""
-    what = "decode_context_parallel_size: expected 1"
     if not is_int(context) or context not in (1, size):
-        or_all = f" or tensor_parallel_size {size}" if size > 1 else ""
-        raise ValueError(f"{what}{or_all}, got {context!r}")
+        raise ValueError(
+            f"decode_context_parallel_size: expected 1 or tensor_parallel_size {size}, got "
+            f"{context!r}"
+        )
     if context == 1:
         return
+    expected = f"decode_context_parallel_size: expected 1, got {context},"
     if not any(group.layers and group.latent_dim for group in spec.groups):
         raise ValueError(
-            f"{what} for a model without latent attention, whose pages are divided by heads, got "
-            f"{context}"
+            f"{expected} for a model without latent attention, whose pages are divided by heads"
         )
     if not isinstance(spec.attention.index, IndexSpec | None) or spec.attention.near:
-        raise NotImplementedError(
-            f"{what} for a model that makes one entry of several tokens, got {context}"
-        )
+        raise NotImplementedError(f"{expected} for a model that makes one entry of several tokens")
 
 
 KEY_LEAVES = {"k", "v", "k_bias", "v_bias", "k_norm", "k_norm_bias"}

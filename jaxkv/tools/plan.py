@@ -206,8 +206,10 @@ def describe(planned: Planned, *, contexts: Sequence[int], sequences: int) -> st
     """Shows one deployment's plans side by side. Units: GiB and KiB are 2**30 and 2**10 bytes."""
     deployment, plans = planned.deployment, planned.plans
     blueprint = deployment.blueprint
+    context = blueprint.options.decode_context_parallel_size
+    divided = f", decode_context_parallel_size {context}" if context > 1 else ""
     head = (
-        f"{deployment.target}, tensor_parallel_size {blueprint.num_devices}, backend "
+        f"{deployment.target}, tensor_parallel_size {blueprint.num_devices}{divided}, backend "
         f"{blueprint.backend} ({blueprint.backend_reason})"
     )
     if planned.refusal is not None:
@@ -289,6 +291,7 @@ def as_json(planned: Planned, *, contexts: Sequence[int]) -> dict[str, Any]:
         "model": planned.deployment.name,
         "target": str(planned.deployment.target),
         "tensor_parallel_size": blueprint.num_devices,
+        "decode_context_parallel_size": blueprint.options.decode_context_parallel_size,
         "backend": blueprint.backend,
         "backend_reason": blueprint.backend_reason,
         "dtype": blueprint.dtype,

@@ -98,7 +98,7 @@ def test_two_devices_give_the_results_of_one_and_have_half_of_each_page(tmp_path
         (
             "deepseek_v3",
             {"tensor_parallel_size": 1},
-            "decode_context_parallel_size: expected 1, got 4",
+            "1 or tensor_parallel_size 1, got 4",
         ),
         (
             "deepseek_v3",
@@ -106,9 +106,9 @@ def test_two_devices_give_the_results_of_one_and_have_half_of_each_page(tmp_path
             "16, got 8",
         ),
         ("deepseek_v3", {"kv_policy": "streaming", "kv_budget": 64}, "expected full with decode"),
-        ("llama", {}, "expected 1 for a model without latent attention"),
-        ("mamba", {}, "expected 1 for a model without latent attention"),
-        ("deepseek_v4", {}, "expected 1 for a model that makes one entry of several tokens"),
+        ("llama", {}, "expected 1, got 4, for a model without latent"),
+        ("mamba", {}, "expected 1, got 4, for a model without latent"),
+        ("deepseek_v4", {}, "expected 1, got 4, for a model that makes one entry"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_by_name(tmp_path, variant, asked, error):
