@@ -1,9 +1,9 @@
 """Divides the tokens of each page of latent attention over the devices of a mesh axis.
 
 A page of S tokens is on D devices: the first has its first S / D tokens, and so on. A device sees a
-store of smaller pages. Queries of all heads meet what each device has, and the softmaxes are added
-up (`Softmax.over`), or all devices' rows come to each device's heads. vLLM's decode context
-parallelism divides the same rows token by token.
+store of smaller pages. Queries of all heads meet what each device has (`Softmax.over`), and what
+they find is added up head by head; or all devices' rows come to each device's heads. vLLM's decode
+context parallelism divides the same rows token by token.
 """
 
 from __future__ import annotations
@@ -65,12 +65,11 @@ def of_all_heads(x: jax.Array, axis: str | None, *, along: int) -> jax.Array:
     return x if axis is None else jax.lax.all_gather(x, axis, axis=along, tiled=True)
 
 
-def of_own_heads(x_TNH: jax.Array, axis: str | None) -> jax.Array:
-    """Inverts `of_all_heads` along axis 1."""
+def sum_of_own_heads(x_TNH: jax.Array, axis: str | None) -> jax.Array:
+    """Adds up what all devices have found for this device's heads."""
     if axis is None:
         return x_TNH
-    own = x_TNH.shape[1] // jax.lax.axis_size(axis)
-    return jax.lax.dynamic_slice_in_dim(x_TNH, jax.lax.axis_index(axis) * own, own, 1)
+    return jax.lax.psum_scatter(x_TNH, axis, scatter_dimension=1, tiled=True)
 
 
 def choose_of_all(index: Choice, score: jax.Array, store: Store, axis: str) -> jax.Array:

@@ -60,11 +60,12 @@ class Softmax(NamedTuple):
         return Softmax(top, mine.sum + its.sum, mine.acc + its.acc, entropy)
 
     def over(self, axis: str) -> Softmax:
-        """Returns the softmax over the keys of all devices of a mesh axis. Source: as `merged`."""
+        """Returns the softmax over the keys of all devices of a mesh axis, with this device's part
+        of the accumulator: results are to be added up. Source: as `merged`.
+        """
         mine = self.moved(jax.lax.pmax(self.max, axis))
         entropy = None if mine.entropy is None else jax.lax.psum(mine.entropy, axis)
-        of_all, acc = jax.lax.psum((mine.sum, mine.acc), axis)
-        return Softmax(mine.max, of_all, acc, entropy)
+        return Softmax(mine.max, jax.lax.psum(mine.sum, axis), mine.acc, entropy)
 
     def result(self) -> jax.Array:
         # A row that saw nothing (padding) has sum 0: it gets zeros instead of NaN.

@@ -300,7 +300,7 @@ def attend(
 
     The M queries of a KV head are of its G heads by turns: query m of head m mod G. Their tokens
     are those of one row or one of each. Where devices divide the tokens of pages the queries are of
-    all heads, on every device.
+    all heads, and what it returns is this device's part of a sum over all devices.
     """
     if asked.tokens_over is not None:
         bounds = share_of(at.store, asked.tokens_over).covering(*bounds, at.store)

@@ -32,9 +32,9 @@ from jaxkv.ops.attention.base import Attended, Batch, Heads, LatentMaps, Needs, 
 from jaxkv.ops.attention.distances import Distances
 from jaxkv.ops.attention.divided import (
     of_all_heads,
-    of_own_heads,
     own_destinations,
     own_store,
+    sum_of_own_heads,
 )
 from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
 from jaxkv.ops.attention.index import Choice, Entries, EntryShape
@@ -217,7 +217,7 @@ def read(
         return of_all_heads(q_TNH, tokens_over, along=1)
 
     def leave(out_TNH: jax.Array) -> jax.Array:
-        return maps.values_of(restored(of_own_heads(out_TNH, tokens_over)))
+        return maps.values_of(restored(sum_of_own_heads(out_TNH, tokens_over)))
 
     absorbed = partial(of_rows, enter=enter, leave=leave)
     # The expanded form knows one softmax over plain pages, and gives other bits than decode rows.
