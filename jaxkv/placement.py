@@ -45,6 +45,9 @@ KV heads, then their values.
 TOKENS = PartitionSpec(None, None, TENSOR)
 """Pages of latent attention, whose rows are of all heads, are divided by tokens if at all."""
 
+EXPERTS = ("experts",)
+"""The axes of a routed expert's array where devices have some of the experts each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -88,6 +91,8 @@ class Placement:
             return self._adapter(name)
         of = base_name(name)
         axes = dict(self.axes).get(of, ())
+        if axes == EXPERTS:  # which come behind the layers, also in tables and factors
+            return PartitionSpec(None, TENSOR)
         if name.endswith((TABLE, FACTOR)):
             return WHOLE
         parts = [TENSOR if axis in (*MUST_DIVIDE, "vocab") else None for axis in axes]
@@ -122,6 +127,11 @@ class Placement:
             return jax.device_put(x, self.sharding(parts))
 
         return jax.tree.map(copy, tree)
+
+    def num_parts_of_columns(self, name: str) -> int:
+        """Returns into how many parts the columns of a matrix are divided."""
+        axes = dict(self.axes).get(name, ())
+        return self.size if axes[-1:] and axes[-1] in MUST_DIVIDE else 1
 
     def of_pages(self, layout: PageLayout) -> tuple[PartitionSpec, PartitionSpec]:
         """Returns how the pages and the extremes of a store are divided: not by heads where one row
@@ -193,23 +203,34 @@ def on_every_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def place(
-    spec: ModelSpec, layout: Layout, devices: Sequence[jax.Device], size: Any = 1, context: Any = 1
+    spec: ModelSpec,
+    layout: Layout,
+    devices: Sequence[jax.Device],
+    size: Any = 1,
+    *,
+    context: Any = 1,
+    by_expert: bool = False,
 ) -> Placement:
     """Takes the first `size` of the devices, each with its part of the model. context: as many to
-    divide the tokens of latent attention's pages too, 1 to leave these whole.
+    divide the tokens of latent attention's pages too, 1 to leave these whole. by_expert: a device
+    has some routed experts and all of each, not a part of each.
 
-    Raises: ValueError if there are fewer, or the model's heads or feed-forward dimension have no
-    such parts, or nothing has tokens to divide; NotImplementedError for entries of several tokens.
+    Raises: ValueError if there are fewer, or the model's heads, feed-forward dimension or experts
+    have no such parts, or there is nothing that is to be divided; NotImplementedError for entries
+    of several tokens.
     """
     if not is_int(size) or not 1 <= size <= len(devices):
         raise ValueError(
             f"tensor_parallel_size: expected 1 to {len(devices)}, the devices here, got {size!r}"
         )
     _check_context(spec, size, context)
+    leaves = [one for leaves in (layout.top, *layout.layers) for one in leaves.items()]
+    routed = {name for name, leaf in leaves if by_expert and _is_routed(name, leaf)}
+    if by_expert and not routed:
+        raise ValueError("enable_expert_parallel: expected False for a model without experts")
     states = tuple(tuple(map(_state_parts, state.arrays)) for state in spec.states)
     if size == 1:
         return Placement((devices[0],), states=states)
-    leaves = [one for leaves in (layout.top, *layout.layers) for one in leaves.items()]
     groups = [group for group in spec.groups if group.layers]
     lengths = {("attention heads", group.num_heads or spec.num_heads) for group in groups}
     lengths |= {("KV heads", one.num_kv_heads) for one in groups if one.latent_dim is None}
@@ -217,7 +238,10 @@ def place(
         lengths.add(("pairs of attention heads", spec.num_heads // 2))
     if spec.attention.output_groups > 1:
         lengths.add(("groups of attention heads", spec.attention.output_groups))
-    for _, leaf in leaves:
+    for name, leaf in leaves:
+        if name in routed:
+            lengths.add(("experts", leaf.num_experts))
+            continue
         sizes = zip(leaf.info.logical_axes, leaf.info.shape, strict=True)
         names = {"ffn": "feed-forward dimension", "channels": "recurrent channels"}
         lengths |= {(names[axis], length) for axis, length in sizes if axis in names}
@@ -236,9 +260,16 @@ def place(
     axes = [
         (name, tuple(axis if axis in divided else None for axis in leaf.info.logical_axes))
         for name, leaf in leaves
+        if name not in routed
     ]
+    axes += [(name, EXPERTS) for name in sorted(routed)]
     axes.append(("k_affine", ("kv_heads",)))
     return Placement(tuple(devices[:size]), tuple(axes), states, divides_tokens=context > 1)
+
+
+def _is_routed(name: str, leaf: Leaf) -> bool:
+    """Tells a routed expert's MLP from heads that are chosen (`models.attention_experts`)."""
+    return name.startswith(EXPERT) and {"heads", "kv_heads"}.isdisjoint(leaf.info.logical_axes)
 
 
 def _check_context(spec: ModelSpec, size: int, context: Any) -> None:
@@ -302,11 +333,6 @@ def _num_copies(group: KVGroup, size: Any) -> int:
 def _state_parts(array: StateArray) -> PartitionSpec:
     """Returns how a pool of such states, with layers and slots in front, is divided."""
     return WHOLE if array.axis is None else PartitionSpec(*[None] * (array.axis + 1), TENSOR)
-
-
-def num_parts_of_columns(leaf: Leaf, num_devices: int) -> int:
-    """Returns into how many parts the columns of a matrix are divided."""
-    return num_devices if leaf.info.logical_axes[-1] in MUST_DIVIDE else 1
 
 
 def bytes_per_device(tree: Any) -> int:

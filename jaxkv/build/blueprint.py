@@ -148,8 +148,7 @@ class Blueprint:
 
     def on(self, devices: Sequence[jax.Device]) -> Blueprint:
         """Returns the same engine on other devices of the same platform."""
-        context = self.options.decode_context_parallel_size
-        placement = place(self.spec, self.layout, devices, self.num_devices, context)
+        placement = _place(self.options, self.spec, self.layout, devices)
         draft = None if self.draft is None else self.draft.on(devices)
         return replace(self, placement=placement, draft=draft)
 
@@ -487,8 +486,7 @@ def make_blueprint(
     spec = spec.apart(exact_layers(spec, skipped))
     _check_quantization(options.quantization, layout)
     spec, layout = with_copies(spec, layout, options.tensor_parallel_size)
-    context = options.decode_context_parallel_size
-    placement = place(spec, layout, devices, options.tensor_parallel_size, context)
+    placement = _place(options, spec, layout, devices)
     platform = placement.devices[0].platform
     dtype = options.dtype
     if dtype == "auto":
@@ -499,7 +497,7 @@ def make_blueprint(
     heads = heads_of(spec, num_devices=placement.size)
     page_size = auto_page_size(platform, heads, codecs) if is_plain else auto_page_size(platform)
     limits = make_limits(options, spec, platform, page_size=page_size)
-    if limits.block_size % context:
+    if limits.block_size % (context := options.decode_context_parallel_size):
         raise ValueError(
             f"block_size: expected a multiple of decode_context_parallel_size {context}, got "
             f"{limits.block_size}"
@@ -529,6 +527,16 @@ def make_blueprint(
         )
     _check_speculation(everything)
     return _under_policy(everything)
+
+
+def _place(
+    options: EngineOptions, spec: ModelSpec, layout: Layout, devices: Sequence[jax.Device]
+) -> Placement:
+    return place(
+        *(spec, layout, devices, options.tensor_parallel_size),
+        context=options.decode_context_parallel_size,
+        by_expert=options.enable_expert_parallel,
+    )
 
 
 def _check_tiers(blueprint: Blueprint) -> None:

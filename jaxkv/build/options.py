@@ -242,6 +242,13 @@ class EngineOptions:
         commands=ENGINES + TARGETS,
         aliases=("-dcp",),
     )
+    enable_expert_parallel: bool = option(
+        False,
+        "whether a device of several has some routed experts and all of each, not a part of each",
+        check=IS_BOOL,
+        commands=ENGINES + TARGETS,
+        aliases=("-ep",),
+    )
     data_parallel_size: int = option(
         1,
         "engines, each with all weights and a KV cache on `tensor_parallel_size` devices of its "

@@ -171,7 +171,6 @@ _SOME: dict[str, Foreign] = {
     "otlp_traces_endpoint": Foreign(default=None, nearest="LLM.get_metrics"),
     "enable_log_requests": Foreign(default=False, nearest="RequestOutput.metrics"),
     "pipeline_parallel_size": Foreign(default=1, nearest=_DEVICES),
-    "enable_expert_parallel": Foreign(default=False, nearest=_DEVICES),
     "nnodes": Foreign(default=1, nearest=_DEVICES),
 }
 _DEFAULT_ONLY: dict[str, Any] = {
@@ -538,7 +537,6 @@ _OF_SERVER = {
 
 _SHORT = {
     "pp": "pipeline_parallel_size",
-    "ep": "enable_expert_parallel",
     "pcp": "prefill_context_parallel_size",
     "ac": "attention_config",
     "cc": "compilation_config",

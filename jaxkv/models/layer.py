@@ -522,18 +522,19 @@ class Layers:
         seen_TX, view_TX = routing.views(h_TD, w, held.view_TX, self._spec)
         return {**w, SEEN: seen_TX}, held._replace(view_TX=view_TX)
 
-    def _norm_of_experts(self, w: Weights) -> Callable[[jax.Array], jax.Array] | None:
+    def _norm_of_experts(
+        self, w: Weights, axis: str | None
+    ) -> Callable[[jax.Array], jax.Array] | None:
         """Returns the norm of what each expert gives, None where there is none. It is of what all
-        devices give together, and the first one's counts where they are added up again.
+        devices along the axis give together, and the first one's counts where they are added up
+        again.
         """
         if "routed_out_norm" not in w:
             return None
 
         def norm(y_TKD: jax.Array) -> jax.Array:
-            y_TKD = normed(add_up(y_TKD, None, self._axis), w, "routed_out_norm", self._spec)
-            if self._axis is None:
-                return y_TKD
-            return jnp.where(jax.lax.axis_index(self._axis) == 0, y_TKD, 0)
+            y_TKD = normed(add_up(y_TKD, None, axis), w, "routed_out_norm", self._spec)
+            return y_TKD if axis is None else jnp.where(jax.lax.axis_index(axis) == 0, y_TKD, 0)
 
         return norm
 
@@ -583,11 +584,15 @@ class Layers:
         experts = {
             name.removeprefix(EXPERT): leaf for name, leaf in w.items() if name.startswith(EXPERT)
         }
+        divided = self._axis  # over which each expert is
+        if (num_own := experts["up"].leaf.shape[1]) < num_experts:  # experts are, each is whole
+            expert_TK = _own_experts(expert_TK, num_own, self._axis)
+            num_experts, divided = num_own, None
 
         def run(x_RD: jax.Array, expert: jax.Array) -> jax.Array:
             own = {name: leaf.of_expert(expert) for name, leaf in experts.items()}
-            if "down_bias" in own and self._axis is not None:  # added up over devices: once
-                is_first = jax.lax.axis_index(self._axis) == 0
+            if "down_bias" in own and divided is not None:  # added up over devices: once
+                is_first = jax.lax.axis_index(divided) == 0
                 own["down_bias"] = jnp.where(is_first, own["down_bias"], 0)
             return run_mlp(x_RD, own, limit=_limit(limits.routed, number))
 
@@ -602,7 +607,7 @@ class Layers:
             run,
             num_experts=num_experts,
             on_input=router.on_input,
-            norm=self._norm_of_experts(w),
+            norm=self._norm_of_experts(w, divided),
             is_native=all(leaf.is_native for leaf in experts.values()),
         )
         y_TD = linear(y_TD, w["latent_out"]) if "latent_out" in w else y_TD
@@ -618,6 +623,16 @@ class Layers:
             y_TD += scaled(shared_TD, router.shared_scale)
         y_TD = add_up(y_TD, w.get("routed_bias"), self._axis)
         return y_TD if given_T1 is None else y_TD + given_T1 * x_TD
+
+
+def _own_experts(expert_TK: jax.Array, num_own: int, axis: str | None) -> jax.Array:
+    """Returns which of this device's experts tokens have chosen: past the last one for those of
+    other devices, and for none.
+    """
+    if axis is None:
+        raise ValueError(f"expected as many experts as the router knows, got {num_own}")
+    expert_TK = expert_TK - jax.lax.axis_index(axis) * num_own
+    return jnp.where((expert_TK >= 0) & (expert_TK < num_own), expert_TK, num_own)
 
 
 def _limit(limit_L: tuple[float, ...], number: jax.Array) -> float | jax.Array | None:

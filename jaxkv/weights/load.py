@@ -27,7 +27,7 @@ from jaxkv.models.families.base import Part
 from jaxkv.models.families.experts import in_other_form
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.matrices import values
-from jaxkv.placement import Placement, num_parts_of_columns
+from jaxkv.placement import Placement
 from jaxkv.weights.packing import (
     INT4,
     ZEROS,
@@ -96,7 +96,7 @@ class Kept:
 
     def num_parts(self, leaf: TreeLeaf) -> int:
         """Returns into how many parts the columns of a matrix are divided."""
-        return num_parts_of_columns(leaf.one, self.placed.size)
+        return self.placed.num_parts_of_columns(leaf.name)
 
     def put(self, host: np.ndarray, leaf: TreeLeaf) -> dict[str, Array]:
         """Puts a leaf that is not kept quantised on its devices."""
