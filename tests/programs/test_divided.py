@@ -1,5 +1,5 @@
-"""Devices that divide the tokens of latent attention's pages: results are those of one device, and
-each has its part of the cache.
+"""Devices that divide the tokens of latent attention's pages, or experts: results are those of one
+device, and each has its part of the cache and of the weights.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from families import VARIANTS, text_config
 from jaxkv.build.blueprint import make_blueprint
 from jaxkv.build.model import find_model
 from jaxkv.build.options import EngineOptions
+from tiers import some
 from tiny import SMALL, make_checkpoint, tiny_config
 
 RUN = """
@@ -23,10 +24,10 @@ import json, sys
 import numpy as np
 from jaxkv import LLM, SamplingParams
 from jaxkv.ops.attention import xla
-from jaxkv.testing import blueprint_of, engine_of
+from jaxkv.testing import blueprint_of, engine_of, model_of
 
 xla.LEAST_QUERIES = 20  # chunks of prompts in both forms
-path, folder = sys.argv[1:]
+path, folder, asked = sys.argv[1:]
 greedy = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=1)
 drawn = SamplingParams(seed=3, top_p=0.9, n=2, max_tokens=10, ignore_eos=True, logprobs=0)
 prompts = [{"prompt_token_ids": np.random.default_rng(n).integers(3, 150, n).tolist()} for n in (5, 42, 17)]
@@ -35,15 +36,15 @@ def scored(outputs):
     entries = [entry for one in outputs for own in one.outputs for entry in own.logprobs]
     return [value.logprob for entry in entries for value in entry.values()]
 
-def run(size):
-    llm = LLM(path, dtype="float32", tensor_parallel_size=size, decode_context_parallel_size=size, skip_tokenizer_init=True,
+def run(size, **divided):
+    llm = LLM(path, dtype="float32", tensor_parallel_size=size, **divided, skip_tokenizer_init=True,
               lazy_compile=True, max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, block_size=8, num_gpu_blocks_override=40)
     outputs = llm.generate(prompts, [greedy, drawn, greedy], use_tqdm=False)
     again = llm.generate(prompts[1:], greedy, use_tqdm=False)
     llm.session(prompts[1]).save(f"{folder}/{size}")
     restored = [llm.restore(f"{folder}/{other}").generate(greedy)[1] for other in (1, size)]
     engine_of(llm).check()
-    kv = engine_of(llm).kv
+    kv, stacks = engine_of(llm).kv, [x for x in model_of(llm).weights.values() if isinstance(x, dict)]
     return {
         "tokens": [own.token_ids for one in outputs + again for own in one.outputs] + [one.token_ids for one in restored],
         "cached": [one.num_cached_tokens for one in again],
@@ -51,17 +52,27 @@ def run(size):
         "bytes": [sum(s.data.nbytes for x in kv.pools for s in x.addressable_shards if s.device.id == i) for i in range(size)],
         "counted": blueprint_of(llm).page_nbytes * 40,
         "of all": kv.nbytes,
+        "experts": [x.data.shape[1] for own in stacks if "expert_up" in own for x in own["expert_up"].addressable_shards],
+        "weights": model_of(llm).weight_bytes == blueprint_of(llm).weight_bytes,
         "described": llm.describe(),
     }
 
-print(json.dumps([run(1), run(2)]))
+print(json.dumps([run(1), run(2, **json.loads(asked))]))
 """
 
 
-@pytest.mark.parametrize(
-    "variant", ["deepseek_v3", pytest.param("kimi_linear", marks=pytest.mark.slow)]
-)
-def test_two_devices_give_the_results_of_one_and_have_half_of_each_page(tmp_path, variant):
+TOKENS, EXPERTS = {"decode_context_parallel_size": 2}, {"enable_expert_parallel": True}
+DIVIDED = [
+    ("deepseek_v3", TOKENS | EXPERTS),
+    ("kimi_linear", TOKENS | EXPERTS),
+    ("gpt_oss", EXPERTS),  # biases
+    ("muse_spark_text", EXPERTS),  # a norm of what each expert gives
+    ("deepseek_v3", EXPERTS | {"quantization": "int4", "kv_cache_dtype": "int8"}),
+]
+
+
+@pytest.mark.parametrize(("variant", "asked"), some(DIVIDED, DIVIDED[0]))
+def test_two_devices_give_the_results_of_one_and_have_half_of_it(tmp_path, variant, asked):
     config = (text_config if variant in VARIANTS else tiny_config)(variant)
     path = make_checkpoint(tmp_path / "model", config)
     flags = (
@@ -69,7 +80,7 @@ def test_two_devices_give_the_results_of_one_and_have_half_of_each_page(tmp_path
         f"--xla_backend_optimization_level=0"
     )
     done = subprocess.run(
-        [sys.executable, "-c", RUN, path, tmp_path],
+        [sys.executable, "-c", RUN, path, tmp_path, json.dumps(asked)],
         env=os.environ | {"XLA_FLAGS": flags},
         capture_output=True,
         text=True,
@@ -82,12 +93,17 @@ def test_two_devices_give_the_results_of_one_and_have_half_of_each_page(tmp_path
     assert two["cached"] == one["cached"]
     assert any(one["cached"])
     assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-4)
-    if variant == "deepseek_v3":  # without states
+    assert two["experts"] == [count // 2 for count in one["experts"] for _ in range(2)] != []
+    assert one["weights"]
+    assert two["weights"]
+    assert two["of all"] == one["of all"]
+    assert "devices divide" not in one["described"]
+    assert ("2 devices divide each page's tokens" in two["described"]) == (
+        TOKENS.items() <= asked.items()
+    )
+    if (variant, asked) == DIVIDED[0]:  # without states
         assert one["bytes"] == [one["of all"]] == [one["counted"]]
         assert two["bytes"] == [two["of all"] // 2] * 2 == [two["counted"]] * 2
-    assert two["of all"] == one["of all"]
-    assert "2 devices divide each page's tokens" in two["described"]
-    assert "devices divide" not in one["described"]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +122,16 @@ def test_two_devices_give_the_results_of_one_and_have_half_of_each_page(tmp_path
             "16, got 8",
         ),
         ("deepseek_v3", {"kv_policy": "streaming", "kv_budget": 64}, "expected full with decode"),
+        (
+            "mixtral",
+            {"enable_expert_parallel": True, "decode_context_parallel_size": 1},
+            "a divisor of the model's 6 experts, got 4",
+        ),
+        (
+            "llama",
+            {"enable_expert_parallel": True, "decode_context_parallel_size": 1},
+            "enable_expert_parallel: expected False for a model without experts",
+        ),
         ("llama", {}, "expected 1, got 4, for a model without latent"),
         ("mamba", {}, "expected 1, got 4, for a model without latent"),
         ("deepseek_v4", {}, "expected 1, got 4, for a model that makes one entry"),
@@ -113,8 +139,9 @@ def test_two_devices_give_the_results_of_one_and_have_half_of_each_page(tmp_path
 )
 def test_what_cannot_be_divided_is_refused_by_name(tmp_path, variant, asked, error):
     config = (text_config if variant in VARIANTS else tiny_config)(variant)
-    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    sizes = dict.fromkeys((*sizes, "moe_intermediate_size"), 16) if variant == "deepseek_v3" else {}
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4)
+    sizes = dict.fromkeys((*heads, "intermediate_size", "moe_intermediate_size"), 16)
+    sizes = {"deepseek_v3": sizes, "mixtral": heads}.get(variant, {})
     path = make_checkpoint(tmp_path, config | sizes)
     given = {"tensor_parallel_size": 4, "decode_context_parallel_size": 4} | asked
     options = EngineOptions(path, **SMALL | given)
