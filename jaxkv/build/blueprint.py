@@ -497,11 +497,7 @@ def make_blueprint(
     heads = heads_of(spec, num_devices=placement.size)
     page_size = auto_page_size(platform, heads, codecs) if is_plain else auto_page_size(platform)
     limits = make_limits(options, spec, platform, page_size=page_size)
-    if limits.block_size % (context := options.decode_context_parallel_size):
-        raise ValueError(
-            f"block_size: expected a multiple of decode_context_parallel_size {context}, got "
-            f"{limits.block_size}"
-        )
+    _check_parts(limits.block_size, options.decode_context_parallel_size, spec)
     limits = replace(limits, pooled=pooled)
     if is_plain:
         spec, limits = with_windows(spec, limits, codecs)
@@ -537,6 +533,17 @@ def _place(
         context=options.decode_context_parallel_size,
         by_expert=options.enable_expert_parallel,
     )
+
+
+def _check_parts(page_size: int, context: int, spec: ModelSpec) -> None:
+    """Raises: ValueError for a page whose tokens cannot be divided between so many devices."""
+    pool = 1 if spec.attention.index is None else spec.attention.index.pool
+    if context > 1 and page_size % (context * pool):
+        together = "" if pool == 1 else f" x the {pool} tokens that are chosen together"
+        raise ValueError(
+            f"block_size: expected a multiple of decode_context_parallel_size {context}{together}, "
+            f"got {page_size}"
+        )
 
 
 def _check_tiers(blueprint: Blueprint) -> None:

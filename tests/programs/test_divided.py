@@ -124,6 +124,11 @@ def test_two_devices_give_the_results_of_one_and_have_half_of_it(tmp_path, varia
             {"tensor_parallel_size": 16, "decode_context_parallel_size": 16, "block_size": 8},
             "16, got 8",
         ),
+        (
+            "glm5_next_text",
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "block_size": 8},
+            "2 x the 8 tokens that are chosen together, got 8",
+        ),
         ("deepseek_v3", {"kv_policy": "streaming", "kv_budget": 64}, "expected full with decode"),
         (
             "mixtral",
@@ -144,8 +149,9 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path, variant, asked, err
     config = (text_config if variant in VARIANTS else tiny_config)(variant)
     heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4)
     sizes = dict.fromkeys((*heads, "intermediate_size", "moe_intermediate_size"), 16)
-    sizes = {"deepseek_v3": sizes, "mixtral": heads}.get(variant, {})
-    path = make_checkpoint(tmp_path, config | sizes)
+    pool = {"index_kpool": 8}
+    changes = {"deepseek_v3": sizes, "mixtral": heads, "glm5_next_text": pool}
+    path = make_checkpoint(tmp_path, config | changes.get(variant, {}))
     given = {"tensor_parallel_size": 4, "decode_context_parallel_size": 4} | asked
     options = EngineOptions(path, **SMALL | given)
     model = find_model(options)
