@@ -3,8 +3,8 @@ logical axes.
 
 Tensor parallelism over one mesh axis: each device has some of the attention heads with the pages of
 their KV heads, some of the feed-forward dimension or of the experts, and some of the vocabulary;
-what goes from layer to layer is whole on every device. So a layer adds up across devices twice, after its attention and
-after its MLP. Source: Megatron-LM, arXiv 1909.08053, section 3.
+what goes from layer to layer is whole on every device. So a layer adds up across devices twice,
+after its attention and after its MLP. Source: Megatron-LM, arXiv 1909.08053, section 3.
 """
 
 from __future__ import annotations
