@@ -99,7 +99,8 @@ class Blueprint:
         given = {name: getattr(self.options, name) for name in names}
         if isinstance(backend, Xla):
             given["on_lanes"] = self.platform == "tpu"
-            given["tokens_over"] = TENSOR if self.placement.divides_tokens else None
+        if self.placement.divides_tokens:
+            given["tokens_over"] = TENSOR
         return replace(backend, **given)
 
     @property
@@ -598,7 +599,7 @@ def _choose_backend(
             platform=device.platform,
             compute_capability=getattr(device, "compute_capability", None),
             kv_policy=kv_policy,
-            divides_tokens=placement.divides_tokens,
+            token_parts=placement.size if placement.divides_tokens else 1,
         )
         for codec in codecs
     ]

@@ -35,6 +35,7 @@ from jaxkv.files import lock, write_whole
 from jaxkv.kv.codecs import Codec
 from jaxkv.models.paged import heads_of
 from jaxkv.ops.attention import Backend, Heads
+from jaxkv.ops.attention.base import of_part
 from jaxkv.ops.attention.xla import Xla
 from jaxkv.programs.selftest import Case, cases_of, try_case
 from jaxkv.version import VERSION, digest_of_sources
@@ -101,12 +102,14 @@ def needs_trial(blueprint: Blueprint) -> bool:
 
 def _verdicts(blueprint: Blueprint) -> Iterator[Verdict]:
     """Tries the kernel with what each KV group asks for, until somebody has heard enough."""
-    device, size = blueprint.placement.devices[0], blueprint.limits.block_size
-    folder = report_folder(device)
-    groups = zip(
-        heads_of(blueprint.spec, num_devices=blueprint.num_devices), blueprint.codecs, strict=True
-    )
-    cases = [case for heads, codec in groups for case in make_cases(heads, codec, size)]
+    device, count = blueprint.placement.devices[0], blueprint.num_devices
+    folder, num_parts = report_folder(device), count if blueprint.placement.divides_tokens else 1
+    cases = []
+    for heads, codec in zip(
+        heads_of(blueprint.spec, num_devices=count), blueprint.codecs, strict=True
+    ):
+        own, page_size = of_part(heads, blueprint.limits.block_size, num_parts)
+        cases += make_cases(own, codec, page_size)
     for case in dict.fromkeys(cases):
         yield find_verdict(case, blueprint.backend, blueprint.attention, device, folder)
 

@@ -21,6 +21,7 @@ from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import PageTables, Store
 from jaxkv.ops.attention import Backend, Batch, Heads, Place, Terms
+from jaxkv.ops.attention.divided import on_one
 from jaxkv.ops.attention.xla import Xla
 
 LAYER, NUM_LAYERS = 1, 2
@@ -172,7 +173,8 @@ def _run(
     started = time.perf_counter()
     # What an interpreter runs is not worth optimising.
     quick: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
-    lowered = jax.jit(partial(_attend, backend=backend, heads=heads)).lower(*given)
+    attend = on_one(partial(_attend, backend=backend, heads=heads), backend.tokens_over, device)
+    lowered = jax.jit(attend).lower(*given)
     program = lowered.compile(quick if device.platform == "cpu" else None)
     compiled = time.perf_counter()
     out_TNH, stored = jax.block_until_ready(program(*given))

@@ -200,16 +200,17 @@ def _own_cases(verdict: Verdict, kernels: Sequence[str], context: int | None) ->
     found, engine = verdict.found, verdict.job
     if found.get("backend") != "pallas_tpu" or not isinstance(engine, EngineJob):
         return []
-    pages = {"dtype": found["kv_dtype"], "page_size": found["page_size"]}
     chip = parse_target(engine.target).kind
     cases = []
-    for shape in map(tuple, found["heads"]):
+    for one in found["attention"]:
+        shape = tuple(one["heads"])
         num_heads, kv_heads, head_dim, *_ = shape
         name = f"{num_heads}/{kv_heads}x{head_dim}"
         name = next((known for known, one in SHAPES.items() if one == shape), name)
-        cases += [
-            case_of(kernel, name, chip, context=context, heads=shape, **pages) for kernel in kernels
-        ]
+        given = {"context": context, "dtype": found["kv_dtype"], **one, "heads": shape}
+        # Chunks over parts of pages run on XLA.
+        own = [kernel for kernel in kernels if kernel == "decode" or not one["is_part"]]
+        cases += [case_of(kernel, name, chip, **given) for kernel in own]
     return cases
 
 

@@ -4,6 +4,7 @@ collectives.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxkv.tools.chips import parse_target
 
 if TYPE_CHECKING:
-    from jaxkv.ops.attention import Heads
+    from jaxkv.build.blueprint import Blueprint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,6 @@ def compile_engine(job: EngineJob) -> dict[str, Any]:
 
     Raises: as `deploy` and `Blueprint.budget`, CapacityError too where the compiler finds no room.
     """
-    from jaxkv.models.paged import heads_of
     from jaxkv.tools.deployment import deploy
 
     deployment = deploy(job.model, parse_target(job.target), **dict(job.options))
@@ -50,7 +50,6 @@ def compile_engine(job: EngineJob) -> dict[str, Any]:
     programs.copy()
     budget.check(programs)
     slices = large_sizes(programs)
-    heads = heads_of(made.spec, num_devices=made.num_devices)
     return {
         "model": deployment.name,
         "num_devices": made.num_devices,
@@ -58,9 +57,8 @@ def compile_engine(job: EngineJob) -> dict[str, Any]:
         "backend_reason": made.backend_reason,
         "num_pages": budget.num_pages,
         "pages_reason": budget.reason,
-        "page_size": made.limits.block_size,
         "kv_dtype": made.kv_cache_dtype,
-        "heads": list(dict.fromkeys(map(_shape, heads))),
+        "attention": list(_attention(made)),
         "memory": budget.lines(programs),
         "programs": [
             describe_program(name, program, slices) for name, program in programs.compiled.items()
@@ -68,14 +66,28 @@ def compile_engine(job: EngineJob) -> dict[str, Any]:
     }
 
 
-def _shape(heads: Heads) -> tuple[int, ...]:
-    """Returns the heads as the TPU kernels know them (`tools.kernels.Case`)."""
+def _attention(made: Blueprint) -> Iterator[dict[str, Any]]:
+    """Yields what attention is on one device, once for KV groups alike, as `tools.kernels.Case` has
+    it: heads, the tokens of a page, and whether those are a part of the page.
+    """
+    from jaxkv.models.paged import heads_of
+    from jaxkv.ops.attention.base import of_part
     from kernels_pallas.tpu import padded_head_dim
 
-    is_latent = heads.latent_dim is not None
-    head_dim = padded_head_dim(heads.head_dim, latent=is_latent)
-    rank = () if heads.latent_dim is None else (heads.latent_dim,)
-    return (heads.num_heads, heads.num_kv_heads, head_dim, *rank)
+    seen = []
+    num_parts = made.num_devices if made.placement.divides_tokens else 1
+    for group in heads_of(made.spec, num_devices=made.num_devices):
+        heads, page_size = of_part(group, made.limits.block_size, num_parts)
+        head_dim = padded_head_dim(heads.head_dim, latent=heads.latent_dim is not None)
+        rank = () if heads.latent_dim is None else (heads.latent_dim,)
+        one = {
+            "heads": (heads.num_heads, heads.num_kv_heads, head_dim, *rank),
+            "page_size": page_size,
+            "is_part": page_size != made.limits.block_size,
+        }
+        if one not in seen:
+            seen.append(one)
+            yield one
 
 
 def large_sizes(programs: Any) -> dict[str, int]:

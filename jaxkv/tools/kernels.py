@@ -50,7 +50,7 @@ class Case:
     """One kernel at one shape. heads: query heads, KV heads, head_dim of one device, and of latent
     rows how many of their numbers are the value. context: tokens that each of `batch` rows holds;
     queries: of the one prefill chunk. tiles: instead of the tuned ones. far: a pool of more than
-    2^31 bytes.
+    2^31 bytes. is_part: pages are one device's part of them, of decode over latent rows.
     """
 
     kernel: str
@@ -64,6 +64,7 @@ class Case:
     queries: int = QUERIES
     tiles: tuple[tuple[str, int], ...] = ()
     far: bool = False
+    is_part: bool = False
 
     @property
     def rank(self) -> int | None:
@@ -87,7 +88,8 @@ class Case:
         return kv_heads * head_dim * (1 if latent else 2) * self.bits // 8
 
     def __str__(self) -> str:
-        page = f"pages of {self.page_size}, {self.batch} x {self.context} tokens"
+        page = f"{'parts of ' * self.is_part}pages of {self.page_size}"
+        page += f", {self.batch} x {self.context} tokens"
         return f"{self.kernel} {self.name} {self.chip} {self.dtype}, {page}"
 
 
@@ -178,10 +180,8 @@ def lower_case(case: Case) -> Any:
         )
         where = {"layer": layer, "num_pages": num_pages, "scale": head_dim**-0.5}
         if case.rank is not None:
-            row_TX = k_TKH[:, 0]
-            return tpu.ragged_latent_attention(
-                q_TNH, row_TX, pages, schedule, rank=case.rank, **where
-            )
+            attend = tpu.latent_decode_part if case.is_part else tpu.ragged_latent_attention
+            return attend(q_TNH, k_TKH[:, 0], pages, schedule, rank=case.rank, **where)
         return tpu.ragged_paged_attention(q_TNH, k_TKH, v_TKH, pages, schedule, **where)
 
     sharding = NamedSharding(

@@ -75,7 +75,7 @@ def _line(message: Message) -> str:
         return f"{message['device']} ({message['versions']}): {len(message['cases'])} cases"
     verdict = "ok" if message["fault"] is None else "FAILED"
     times = f"compiled in {message['compile_s']:.1f} s, ran {message['run_s'] * 1e3:.1f} ms"
-    return f"{verdict:8s}{message['backend']:12s}{message['case']:78s}  {times}"
+    return f"{verdict:8s}{message['backend']:19s}{message['case']:78s}  {times}"
 
 
 def _messages(given: Message) -> Iterator[Message]:
@@ -181,7 +181,6 @@ def _jobs(
     """Lists (name, backend, case). Raises: ValueError for kernels that are not for this device."""
     import jax
 
-    from jaxkv.ops.attention import BACKENDS
     from jaxkv.tools.selftest_shapes import GPU_INTERPRETED_FROM, PLATFORMS, SHAPES
 
     on_cpu = device.platform == "cpu"
@@ -197,11 +196,11 @@ def _jobs(
         if shape.kernel not in kernels or kernel not in (None, shape.kernel):
             continue
         if every or shape.is_usual:
-            backend, cases = BACKENDS[shape.kernel], shape.cases()
+            backend, cases = shape.backend, shape.cases()
             if on_cpu:
                 backend, cases = shape.interpreted()
             for case in cases:
-                yield shape.kernel, backend, case
+                yield shape.name, backend, case
 
 
 if __name__ == "__main__":

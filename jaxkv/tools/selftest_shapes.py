@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxkv.build.selftest import make_cases
 from jaxkv.kv.codecs import get_codec
-from jaxkv.ops.attention import Backend, Heads
+from jaxkv.ops.attention import BACKENDS, Backend, Heads
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.programs.selftest import WINDOW, Case, cases_of
@@ -26,13 +26,28 @@ which nobody waits for.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Describes one shape of `kernel`, and whether it is tried also where not all are asked for."""
+    """Describes one shape of `kernel`, and whether it is tried also where not all are asked for.
+    is_part: what it does over a device's part of pages, of which there is one.
+    """
 
     kernel: str
     heads: Heads
     codec: str = "bfloat16"
     page_size: int = 64
     is_usual: bool = True
+    is_part: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}, parts" if self.is_part else self.kernel
+
+    @property
+    def backend(self) -> Backend:
+        """Returns the backend as it is on a device."""
+        return self._over_parts(BACKENDS[self.kernel])
+
+    def _over_parts(self, backend: Any) -> Backend:
+        return replace(backend, tokens_over="devices") if self.is_part else backend
 
     def cases(self) -> list[Case]:
         """Returns its cases for a device."""
@@ -57,7 +72,7 @@ class Shape:
         if heads.latent_dim is not None:
             heads = replace(heads, head_dim=160, latent_dim=128)
         smallest = SMALLEST_PAGES[self.kernel].get(self.codec, 16)
-        backend = BACKENDS_ON_CPU[self.kernel](heads)
+        backend = self._over_parts(BACKENDS_ON_CPU[self.kernel](heads))
         return backend, cases_of(heads, codec, smallest, longest=5 * smallest)
 
 
@@ -101,6 +116,9 @@ SHAPES = (
     Shape(kernel="pallas_tpu", heads=LLAMA, codec="int8"),
     Shape(kernel="pallas_tpu", heads=LLAMA, codec="int4"),
     Shape(kernel="pallas_tpu", heads=LATENT),
+    Shape(
+        kernel="pallas_tpu", heads=_heads(128, 1, 576, latent_dim=512), page_size=16, is_part=True
+    ),
     # Two heads side by side in a register; key and value side by side.
     Shape(kernel="pallas_tpu", heads=_heads(32, 8, 64, cap=30.0, **CUT)),
     Shape(kernel="pallas_tpu", heads=_heads(8, 1, 64, cap=30.0), is_usual=False),

@@ -12,11 +12,21 @@ from kernels_pallas.tpu.layout import (
 )
 from kernels_pallas.tpu.packing import Packed, Packing, Quantised, pack_pages, unpack_scales
 from kernels_pallas.tpu.schedule import Schedule, make_schedule
-from kernels_pallas.tpu.tiles import Tiles, choose_tiles
+from kernels_pallas.tpu.tiles import Tiles, choose_tiles, most_rows_of_parts
 
 if TYPE_CHECKING:
-    from kernels_pallas.tpu.attention import ragged_latent_attention, ragged_paged_attention
+    from kernels_pallas.tpu.attention import (
+        latent_decode_part,
+        ragged_latent_attention,
+        ragged_paged_attention,
+    )
 else:
+
+    def latent_decode_part(*operands, **options):
+        """Imports the kernels when they are first called."""
+        from kernels_pallas.tpu import attention
+
+        return attention.latent_decode_part(*operands, **options)
 
     def ragged_latent_attention(*operands, **options):
         """Imports the kernels when they are first called."""
@@ -39,9 +49,11 @@ __all__ = [
     "Schedule",
     "Tiles",
     "choose_tiles",
+    "latent_decode_part",
     "latent_layout_of",
     "layout_of",
     "make_schedule",
+    "most_rows_of_parts",
     "pack",
     "pack_pages",
     "padded_head_dim",

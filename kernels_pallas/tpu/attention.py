@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.rows import first_rows
-from kernels_pallas.tpu.block import PerPool, Static
+from kernels_pallas.tpu.block import LOG2E, PerPool, Static
 from kernels_pallas.tpu.decode import decode
 from kernels_pallas.tpu.layout import (
     Layout,
@@ -60,7 +60,7 @@ def ragged_paged_attention(
     """
     layout = layout_of(kv_heads=_shape(k_TKH)[1], head_dim=_shape(k_TKH)[2])
     both: Any = jax.tree.map(lambda k, v: jnp.concatenate([k, v], axis=1), k_TKH, v_TKH)
-    return _attention(
+    out_TNH, _, pages = _attention(
         layout,
         q_TNH,
         both,
@@ -74,6 +74,7 @@ def ragged_paged_attention(
         out_dtype=out_dtype,
         interpret=interpret,
     )
+    return out_TNH, pages
 
 
 def ragged_latent_attention(
@@ -102,7 +103,7 @@ def ragged_latent_attention(
     the first `rank` numbers count. Source: arXiv 2405.04434, section 2.1, its up-projections
     absorbed into queries and outputs.
     """
-    return _attention(
+    out_TNX, _, pages = _attention(
         latent_layout_of(width=_shape(row_TX)[1], rank=rank),
         q_TNX,
         jax.tree.map(lambda x: x[:, None], row_TX),
@@ -114,6 +115,58 @@ def ragged_latent_attention(
         out_dtype=out_dtype,
         interpret=interpret,
     )
+    return out_TNX, pages
+
+
+class LatentPart(NamedTuple):
+    """Holds what decode rows find in a part of their pages: out [B, N, R] as if it were all, and
+    the maximum and the sum [B, N] of each softmax, of natural exponentials; a row with nothing in
+    this part has zeros, and a maximum below every score. All float32.
+    """
+
+    out_BNR: jax.Array
+    max_BN: jax.Array
+    sum_BN: jax.Array
+
+
+def latent_decode_part(
+    q_BNX: jax.Array,
+    row_BX: jax.Array,
+    pages: jax.Array,
+    schedule: Schedule,
+    *,
+    rank: int,
+    layer: int | jax.Array,
+    num_pages: int,
+    scale: float,
+    interpret: Any = False,
+) -> tuple[LatentPart, jax.Array]:
+    """Attends decode rows to those of their latent rows that are in `pages`, where others lie
+    elsewhere: results of all parts are one softmax (arXiv 2205.14135, section 3.1).
+
+    `schedule`: of steps that only decode, with the lengths of the rows in these pages; what it says
+    of a step's own rows (`make_schedule`, `writes_B`) decides which of them are stored here. All
+    else as of `ragged_latent_attention`.
+
+    Raises: as that, and ValueError for a schedule of chunks.
+    """
+    if schedule.write is not None:
+        raise ValueError("schedule: expected one of steps that only decode, got one with chunks")
+    out_BNX, softmaxes, pages = _attention(
+        latent_layout_of(width=row_BX.shape[1], rank=rank),
+        q_BNX,
+        row_BX[:, None],
+        pages,
+        schedule,
+        layer=layer,
+        num_pages=num_pages,
+        scale=scale,
+        is_part=True,
+        out_dtype=jnp.float32,
+        interpret=interpret,
+    )
+    max_BN, sum_BN = softmaxes[..., 0] / LOG2E, softmaxes[..., 1]
+    return LatentPart(out_BNX, max_BN, sum_BN), pages
 
 
 def _attention(
@@ -128,10 +181,13 @@ def _attention(
     scale: float,
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
+    is_part: bool = False,
     out_dtype: Any,
     interpret: Any,
-) -> tuple[jax.Array, Any]:
-    """Attends pages of any layout. new: [T, 2K, H], keys, then values; latent rows [T, 1, X]."""
+) -> tuple[jax.Array, Any, Any]:
+    """Attends pages of any layout. new: [T, 2K, H], keys, then values; latent rows [T, 1, X].
+    Returns (out, what `decode` says of softmaxes, pages).
+    """
     packing = packing_of(new) if isinstance(new, Quantised) else None
     pools = PerPool(*pages) if isinstance(pages, Packed) else PerPool(pages, None)
     _check(layout, q_TNH, pools, packing, schedule)
@@ -152,6 +208,7 @@ def _attention(
         softcap=softcap,
         sinks=sinks_N is not None,
         streamed=schedule.records is not None,
+        is_part=is_part,
         wait_by_page=interpret is True,
     )
     base = jnp.reshape(jnp.asarray(layer * num_pages, jnp.int32), (1,))
@@ -167,7 +224,7 @@ def _attention(
         words = in_slots(of_step.scales[:num_rows], schedule.page_size, pools.scales.shape[2])
         numbers = of_step.pages[:num_rows].astype(jnp.int32) & (2**packing.num_bits - 1)
         of_decode = PerPool(numbers, words)
-    decoded, pools = decode(
+    decoded, softmaxes, pools = decode(
         q_TJMX[:num_rows],
         of_decode,
         sinks_JM,
@@ -192,7 +249,7 @@ def _attention(
             interpret=interpret,
         )
         out = first_rows(out, unpack_outputs(layout, filled), schedule.num_decode)
-    return out, pools.pages if packing is None else Packed(*pools)
+    return out, softmaxes, pools.pages if packing is None else Packed(*pools)
 
 
 def _shape(x: jax.Array | Quantised) -> tuple[int, ...]:

@@ -19,7 +19,6 @@ MASKED = -1e30
 """Score of a slot that is not seen: finite, so that a row that saw nothing yet gives no NaN."""
 
 LOG2E = math.log2(math.e)
-SUBLANES = 8
 VMEM_BYTES = 60 << 20
 
 
@@ -29,7 +28,8 @@ class Static:
     inputs; num_pages: of one layer; per_row: queries that meet a row of heads, where that is two
     heads the first one's before the second one's; block: pages; part: those of them whose scores
     prefill works on together; heads: rows of heads that decode works on without a loop; queries:
-    tokens of a prefill block; rows: queries that are worked on at once; the rest: `attention`.
+    tokens of a prefill block; rows: queries that are worked on at once; is_part: decode of latent
+    rows also says what its softmaxes are; the rest: `attention`.
     """
 
     layout: Layout
@@ -47,6 +47,7 @@ class Static:
     softcap: float | None
     sinks: bool
     streamed: bool
+    is_part: bool
     wait_by_page: bool
     """One wait for each page rather than one for all: the plain interpreter knows no copies of
     traced size.

@@ -32,7 +32,6 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.tpu.block import (
     LOG2E,
     MASKED,
-    SUBLANES,
     VMEM_BYTES,
     HeadRow,
     PerPool,
@@ -48,7 +47,7 @@ from kernels_pallas.tpu.checks import compiler_params
 from kernels_pallas.tpu.decode_pages import Pages
 from kernels_pallas.tpu.decode_work import RECORDS, Held, Work, held_work, streamed_work
 from kernels_pallas.tpu.latent import Running, Seen, attend_latent
-from kernels_pallas.tpu.layout import LANES
+from kernels_pallas.tpu.layout import LANES, SUBLANES
 from kernels_pallas.tpu.schedule import Schedule
 from kernels_pallas.tpu.tiles import AHEAD, SLOTS, sizes_attended
 
@@ -74,9 +73,12 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Holds outputs, in VMEM, and the pools."""
+    """Holds outputs, in VMEM, and the pools. found_DJML: the softmaxes of latent rows, as
+    `attend_latent` writes them; None: nobody asks.
+    """
 
     out_DJMX: Any
+    found_DJML: Any
     pools: PerPool
 
 
@@ -128,7 +130,7 @@ class Attention:
     work: Work
     given: Operands
     scratch: Scratch
-    out_DJMX: Any
+    results: Results
 
     def attend(self, item: jax.Array, block: PerPool, pages: int) -> None:
         """Attends the first `pages` of a block."""
@@ -192,12 +194,12 @@ class Attention:
         total = old_sum * shrink + new.sum * share
         acc = jnp.where(first, 0.0, scratch.acc_JMX[j]) * shrink + gained * share
         scratch.max_JMX[j], scratch.sum_JMX[j], scratch.acc_JMX[j] = top, total, acc
-        self.out_DJMX[part.row, j] = acc / total
+        self.results.out_DJMX[part.row, j] = acc / total
 
     def _attend_latent(
         self, item: jax.Array, row: jax.Array, first: jax.Array, block: PerPool
     ) -> None:
-        work, scratch = self.work, self.scratch
+        work, scratch, (out_DJMX, found_DJML, _) = self.work, self.scratch, self.results
         attend_latent(
             self.static,
             self.given.q_DJMX[row, 0],
@@ -205,7 +207,8 @@ class Attention:
             Seen(work.low(item), work.high(item), first),
             Running(scratch.max_JMX.at[0], scratch.sum_JMX.at[0], scratch.acc_JMX.at[0]),
             scratch.weights_JMS.at[0],
-            self.out_DJMX.at[row, 0],
+            out_DJMX.at[row, 0],
+            None if found_DJML is None else found_DJML.at[row, 0],
         )
 
 
@@ -230,13 +233,14 @@ def _kernel(
         fetched=scratch.fetched,
         written=scratch.written,
     )
-    attention = Attention(
-        static=static, work=work, given=given, scratch=scratch, out_DJMX=results.out_DJMX
-    )
+    attention = Attention(static=static, work=work, given=given, scratch=scratch, results=results)
     if static.layout.kind != "latent":
         shape = scratch.slot_MS.shape
         scratch.slot_MS[...] = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     results.out_DJMX[...] = jnp.zeros_like(results.out_DJMX)
+    if results.found_DJML is not None:  # of a row that has nothing here
+        lane = jax.lax.broadcasted_iota(jnp.int32, results.found_DJML.shape, 3)
+        results.found_DJML[...] = jnp.where(lane < LANES // 2, MASKED, 0.0)
     work.begin()
     for slot in range(SLOTS - 1):
         pages.fetch(jnp.int32(slot), slot)
@@ -311,8 +315,9 @@ def decode(
     *,
     static: Static,
     interpret: Any = False,
-) -> tuple[jax.Array, PerPool]:
-    """Returns (out [D, J, M, X] float32, pools).
+) -> tuple[jax.Array, jax.Array | None, PerPool]:
+    """Returns (out [D, J, M, X] float32, softmaxes, pools). Softmaxes: where `static.is_part`, the
+    maximum, of scores times log2(e), and the sum of each, [D, M, 2] float32; else None.
 
     pools: the pages of floats, or words and scales (`packing`). new: for the D decode rows what
     goes into them, [D, C, X] in the dtype of the pages; or whole numbers [D, C, X] and words in all
@@ -337,9 +342,10 @@ def decode(
         math.prod(shape) * pool.dtype.itemsize
         for shape, pool in zip(shapes, pools.each(), strict=True)
     )
+    out_lanes = layout.out_width + (LANES if static.is_part else 0)
     vmem_bytes = (
         q_DJMX.dtype.itemsize * q_DJMX.size
-        + 4 * num_rows * joined * padded * layout.out_width
+        + 4 * num_rows * joined * padded * out_lanes
         + 4 * sum(x.size for x in new.each())
         + SLOTS * block_bytes
     )
@@ -367,8 +373,10 @@ def decode(
     is_latent = layout.kind == "latent"
     top = pltpu.VMEM((joined, padded, LANES), jnp.float32) if is_latent else state
     done = jax.tree.map(lambda _: pltpu.SemaphoreType.DMA((SLOTS,)), pools)
+    rows = q_DJMX.shape[:3]
     out = Results(
-        jax.ShapeDtypeStruct((*q_DJMX.shape[:3], layout.out_width), jnp.float32),
+        jax.ShapeDtypeStruct((*rows, layout.out_width), jnp.float32),
+        jax.ShapeDtypeStruct((*rows, LANES), jnp.float32) if static.is_part else None,
         jax.tree.map(lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype), pools),
     )
     # The pools come last among operands and among results.
@@ -387,7 +395,7 @@ def decode(
                     pools=pool_specs,
                 )
             ],
-            out_specs=[Results(in_vmem, pool_specs)],
+            out_specs=[Results(in_vmem, in_vmem if static.is_part else None, pool_specs)],
             scratch_shapes=[
                 Scratch(
                     blocks=jax.tree.map(
@@ -411,8 +419,11 @@ def decode(
             ],
         ),
         out_shape=[out],
-        input_output_aliases={before + i: 1 + i for i in range(len(pools.each()))},
+        input_output_aliases={before + i: 1 + static.is_part + i for i in range(len(pools.each()))},
         compiler_params=compiler_params(vmem_limit_bytes=VMEM_BYTES),
         interpret=interpret,
     )(scalars, given)
-    return found.out_DJMX[:, :, :per_row], found.pools
+    softmaxes = None
+    if static.is_part:
+        softmaxes = found.found_DJML[:, 0, :per_row, :: LANES // 2]
+    return found.out_DJMX[:, :, :per_row], softmaxes, found.pools

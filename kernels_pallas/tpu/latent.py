@@ -27,6 +27,7 @@ from kernels_pallas.tpu.block import (
     scores,
     weights,
 )
+from kernels_pallas.tpu.layout import LANES
 from kernels_pallas.tpu.tiles import LATENT_AHEAD, LATENT_TOKENS
 
 HEAD = HeadRow(0, 0)
@@ -60,8 +61,12 @@ def attend_latent(
     running: Running,
     weights_MS: Any,
     out_MX: Any,
+    found_ML: Any,
 ) -> None:
-    """Adds a block to the running softmax of its row, and writes what it comes to so far."""
+    """Adds a block to the running softmax of its row, and writes what it comes to so far.
+
+    found_ML: gets the maximum, in the first half of the lanes, and the sum; None: nobody asks.
+    """
     size, out_width = static.page_size, static.layout.out_width
     pages = max(n for n in range(1, static.block + 1) if fits_part(static, n))
     slots = pages * size
@@ -108,7 +113,11 @@ def attend_latent(
     for done, its in pending:
         merge(done, *its)
     running.max_ML[...], running.sum_ML[...] = top, total
-    out_MX[...] = running.acc_MX[...] / jnp.sum(total, axis=1, keepdims=True)
+    total_M1 = jnp.sum(total, axis=1, keepdims=True)
+    out_MX[...] = running.acc_MX[...] / total_M1
+    if found_ML is not None:
+        lane_ML = jax.lax.broadcasted_iota(jnp.int32, top.shape, 1)
+        found_ML[...] = jnp.where(lane_ML < LANES // 2, top, total_M1)
 
 
 def fits_part(static: Static, pages: int) -> bool:

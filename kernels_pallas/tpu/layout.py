@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-LANES = 128
+LANES, SUBLANES = 128, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

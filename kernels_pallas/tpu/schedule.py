@@ -150,6 +150,7 @@ def make_schedule(
     tiles: Tiles,
     packed: bool = False,
     decode_only: bool = False,
+    writes_B: jax.Array | None = None,
     smem_bytes: int = SMEM_BYTES,
 ) -> Schedule:
     """Makes the work of a step of `num_tokens` packed tokens T, whose rows hold `len_B` tokens with
@@ -157,7 +158,8 @@ def make_schedule(
 
     Rows 0..num_decode-1 have one token each (or none: count 0) at packed offset = row, rows
     num_decode..num_rows-1 are chunks. first_BW rises by a page or more from one held page to the
-    next; positions of a chunk are consecutive.
+    next; positions of a chunk are consecutive. writes_B: the decode rows whose own token these
+    pages take, as the last of `len_B`; None: of all.
     """
     table_BW, first_BW, len_B, start_B, count_B = (
         jnp.asarray(x, jnp.int32) for x in (table_BW, first_BW, len_B, start_B, count_B)
@@ -166,7 +168,9 @@ def make_schedule(
     row_B = jnp.arange(num_batch, dtype=jnp.int32)
     live_B = (count_B > 0) & (row_B < num_rows)
     rows = Rows(table_BW, first_BW, len_B, start_B, count_B, page_size, window)
-    decode = _decode_items(rows, live_B & (row_B < num_decode), min(num_batch, num_tokens), tiles)
+    decode = _decode_items(
+        rows, live_B & (row_B < num_decode), writes_B, min(num_batch, num_tokens), tiles
+    )
     write = prefill = None
     if not decode_only:
         chunk_B = live_B & (row_B >= num_decode)
@@ -204,7 +208,9 @@ def make_schedule(
     )
 
 
-def _decode_items(rows: Rows, live_B: jax.Array, num_decode: int, tiles: Tiles) -> DecodeItems:
+def _decode_items(
+    rows: Rows, live_B: jax.Array, writes_B: jax.Array | None, num_decode: int, tiles: Tiles
+) -> DecodeItems:
     size, block = rows.page_size, tiles.decode_pages
     len_D = jnp.minimum(rows.len_B, rows.width * size)[:num_decode]
     low_D = rows.low_slot(jnp.arange(num_decode, dtype=jnp.int32), len_D - 1)
@@ -215,6 +221,7 @@ def _decode_items(rows: Rows, live_B: jax.Array, num_decode: int, tiles: Tiles) 
     page = page_D[row] + index * block
     high = jnp.clip(len_D[row] - page * size, 0, block * size)
     is_new = real & (index == blocks_D[row] - 1) & (rows.len_B[row] <= rows.width * size)
+    is_new = is_new if writes_B is None else is_new & writes_B[row]
     return DecodeItems(
         num=num,
         row=row,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kernels_pallas.tpu.layout import LANES, Layout
+from kernels_pallas.tpu.layout import LANES, SUBLANES, Layout
 from kernels_pallas.tpu.packing import Packing
 
 TILE = 16
@@ -43,6 +43,11 @@ LATENT_TOKENS = 512
 
 LATENT_AHEAD = 2
 """Parts of a block of latent pages whose scores are made before the first one's values are."""
+
+PART_BYTES = 40 << 20
+"""Decode rows of one call whose softmaxes are parts have so many bytes in VMEM: all heads of all
+devices, which of 128 are 85 rows.
+"""
 
 PREFILL_TOKENS = 512
 PREFILL_WIDE_HEADS = 8
@@ -116,6 +121,15 @@ def choose_tiles(
         prefill_queries=max(TILE, rows // per_row // TILE * TILE),
         prefill_parts=2 if in_parts else 1,
     )
+
+
+def most_rows_of_parts(*, layout: Layout, itemsize: int, num_heads: int) -> int:
+    """Returns how many decode rows' queries, results and softmaxes (`latent_decode_part`) fit in
+    VMEM beside the blocks of pages.
+    """
+    padded = -(-num_heads // (layout.joined * SUBLANES)) * SUBLANES
+    lanes = layout.key_width * itemsize + 4 * (layout.out_width + LANES)
+    return max(1, PART_BYTES // (layout.joined * padded * lanes))
 
 
 def sizes_attended(

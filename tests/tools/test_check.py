@@ -48,7 +48,8 @@ ENGINE = {
     "backend_reason": "asked for",
     "memory": ["memory"],
 }
-ENGINE |= {"programs": [PROGRAM], "heads": [[32, 8, 128]], "kv_dtype": "bfloat16", "page_size": 64}
+GROUP = {"heads": [32, 8, 128], "page_size": 64, "is_part": False}
+ENGINE |= {"programs": [PROGRAM], "attention": [GROUP], "kv_dtype": "bfloat16"}
 
 
 @pytest.fixture
@@ -154,9 +155,17 @@ def test_a_model_is_checked_with_the_kernels_at_its_own_shape(compiler, check):
 
 
 def test_each_shape_of_a_models_heads_is_checked(compiler, check, monkeypatch):
-    monkeypatch.setitem(ENGINE, "heads", [[32, 8, 128], [32, 4, 256]])
+    monkeypatch.setitem(ENGINE, "attention", [GROUP, GROUP | {"heads": [32, 4, 256]}])
     check("some/model", "--target", "v6e", "--kernel", "decode")
     assert [job.heads for job in compiler[1][1:]] == [(32, 8, 128), (32, 4, 256)]
+
+
+def test_where_devices_divide_pages_decode_is_checked_over_a_part(compiler, check, monkeypatch):
+    part = {"heads": [128, 1, 640, 512], "page_size": 16, "is_part": True}
+    monkeypatch.setitem(ENGINE, "attention", [part])
+    check("some/model", "--target", "v6e")
+    (case,) = compiler[1][1:]
+    assert (case.kernel, case.name, case.page_size, case.is_part) == ("decode", "mla", 16, True)
 
 
 def test_one_kernel_of_a_model_is_checked_at_the_context_that_is_asked_for(compiler, check):

@@ -78,7 +78,7 @@ def test_only_a_report_that_was_written_is_named():
 def test_a_fault_is_status_1_and_names_the_report(run):
     status, out, _ = run({"decode": RIGHT, "prefill": WRONG, "latent": RIGHT})
     assert status == 1
-    assert "FAILED  pallas_tpu  prefill" in out
+    assert "FAILED  pallas_tpu         prefill" in out
     assert "error: pallas_tpu, prefill: outputs are off\n  for an issue: /cache/report.json" in out
 
 
@@ -151,8 +151,12 @@ def test_the_usual_shapes_have_every_codec_and_mechanism():
 @pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 2), (0, 12, 0)])
 def test_an_interpreter_is_given_what_it_takes(monkeypatch, version):
     monkeypatch.setattr(jax, "__version_info__", version)
-    kernels = {kernel for kernel, *_ in selftest._jobs(jax.devices()[0], None, every=False)}
-    assert kernels == (set(PLATFORMS) if version >= (0, 12) else {"pallas_tpu"})
+    jobs = list(selftest._jobs(jax.devices()[0], None, every=False))
+    of_tpus = {"pallas_tpu", "pallas_tpu, parts"}
+    assert {name for name, *_ in jobs} == of_tpus | (
+        set(PLATFORMS) if version >= (0, 12) else set()
+    )
+    assert {name for name, backend, _ in jobs if backend.tokens_over} == {"pallas_tpu, parts"}
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ A backend is one file here. What it promises of `Backend.attend`:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
@@ -28,6 +28,7 @@ from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import PageTables, Statistics, Store, empty_store
 from jaxkv.ops.attention.distances import Distances
+from jaxkv.ops.attention.divided import on_one
 from jaxkv.ops.attention.index import AnyIndex
 from jaxkv.ops.matrices import HeadMatrices
 from jaxkv.pytree import pytree, static
@@ -78,8 +79,8 @@ class Needs:
     """Of a GPU by NVIDIA: "9.0"."""
     kv_policy: str | None = None
     """One that wants more than page tables (`Policy.asks_backend`)."""
-    divides_tokens: bool = False
-    """Of pages of latent attention each device has some of the tokens."""
+    token_parts: int = 1
+    """Devices between which the tokens of each page of latent attention are divided."""
 
 
 class Place(NamedTuple):
@@ -186,6 +187,13 @@ class Backend(Attention, Protocol):
     with columns that are BEHIND in front (`kv.state`); 1: with its first page.
     """
 
+    @property
+    def tokens_over(self) -> str | None:
+        """Names the mesh axis over whose devices the tokens of each page of latent attention are
+        divided, in equal parts; None: each has them all.
+        """
+        ...
+
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         """Why it cannot do this, None if it can."""
         ...
@@ -273,15 +281,26 @@ def runs_on_xla(heads: Heads) -> str | None:
     return None
 
 
+def of_part(heads: Heads, page_size: int, num_parts: int) -> tuple[Heads, int]:
+    """Returns what attention is on a device that has one of so many parts of each page's tokens, if
+    pages are of latent attention: the heads of all devices, and the tokens of a page there.
+    """
+    if heads.latent_dim is None:
+        return heads, page_size
+    return replace(heads, num_heads=num_parts * heads.num_heads), page_size // num_parts
+
+
 def refused_when_traced(backend: Backend, heads: Heads, needs: Needs) -> str | None:
     """Returns what `backend` raises as NotImplementedError while one layer of the smallest step
     with all rows is traced, None if that goes through: what kernels cannot do only they know.
+    Where devices divide pages one of them is traced (`of_part`).
     """
+    heads, page_size = of_part(heads, needs.page_size, needs.token_parts)
 
     def attend() -> jax.Array:
         row_B = jnp.zeros(needs.num_rows, jnp.int32)
         table_BW = jnp.zeros((needs.num_rows, needs.pages_per_row), jnp.int32)
-        layout = backend.page_layout(heads, needs.page_size, needs.codec)
+        layout = backend.page_layout(heads, page_size, needs.codec)
         store = empty_store(num_layers=1, layout=layout, num_pages=1)
         tables = PageTables(table_BW, table_BW, row_B)
         batch = Batch(row_B, row_B, row_B, row_B, row_B, jnp.int32(0), jnp.int32(0))
@@ -300,7 +319,7 @@ def refused_when_traced(backend: Backend, heads: Heads, needs: Needs) -> str | N
         ).out_TNH
 
     try:
-        jax.eval_shape(attend)
+        jax.eval_shape(on_one(attend, backend.tokens_over))
     except NotImplementedError as error:
         return str(error)
     return None

@@ -8,11 +8,13 @@ context parallelism divides the same rows token by token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxkv.kv.state import Store
 from jaxkv.ops.attention.index import Choice
@@ -34,6 +36,19 @@ class Share(NamedTuple):
         """
         first, end = low // self.page_size, -(-high // self.page_size)
         return first * store.page_size, end * store.page_size
+
+
+def on_one(
+    function: Callable[..., Any], axis: str | None, device: jax.Device | None = None
+) -> Callable[..., Any]:
+    """Returns a function as the only device of a mesh axis runs it: this one, or none, where it is
+    traced alone. It has whole pages then.
+    """
+    if axis is None:
+        return function
+    mesh = AbstractMesh((1,), (axis,)) if device is None else Mesh([device], (axis,))
+    whole = PartitionSpec()
+    return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
 
 
 def share_of(store: Store, axis: str | None) -> Share:

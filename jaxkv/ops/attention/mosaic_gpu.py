@@ -51,6 +51,7 @@ class MosaicGpu:
     """
 
     aligned_len: ClassVar[int] = 1
+    tokens_over: ClassVar[None] = None
     interpret: Any = None
     num_processors: int | None = None
 

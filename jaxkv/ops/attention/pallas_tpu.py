@@ -1,12 +1,13 @@
 """Paged attention by the Pallas kernels for TPU, which write the step's keys and values in the same
-pass.
+pass. Where devices divide the tokens of pages, the kernel attends decode rows to what each of them
+has, and XLA the chunks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ import numpy as np
 
 from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.codecs.int4 import Int4Codec
-from jaxkv.kv.layout import LaneLayout, packing_of, quantised
-from jaxkv.kv.state import PageTables, Store
+from jaxkv.kv.layout import LaneLayout, LaneRowsLayout, PageLayout, packing_of, quantised
+from jaxkv.kv.state import PageTables, Store, write
+from jaxkv.ops.attention import xla
+from jaxkv.ops.attention.absorbed import Absorbed
 from jaxkv.ops.attention.base import (
     Attended,
     Batch,
@@ -29,16 +32,34 @@ from jaxkv.ops.attention.base import (
     refused_when_traced,
     runs_on_xla,
 )
+from jaxkv.ops.attention.divided import own_store, share_of
+from jaxkv.ops.attention.softmax import Softmax
 from kernels_pallas.tpu import (
+    Layout,
     Packed,
     Schedule,
     Tiles,
     choose_tiles,
+    latent_decode_part,
+    latent_layout_of,
     make_schedule,
+    most_rows_of_parts,
     padded_head_dim,
     ragged_latent_attention,
     ragged_paged_attention,
 )
+
+READERS = "layers that attend to what another has stored run on xla"
+
+
+class Divided(NamedTuple):
+    """Holds what is equal for all layers of a step whose pages' tokens devices divide: where tokens
+    go in this device's pages, and the work of decode rows, so many at a time, each array with one
+    more axis in front.
+    """
+
+    dest_T: jax.Array
+    schedules: Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +71,7 @@ class PallasTpu:
     aligned_len: ClassVar[int] = 1
     interpret: Any = False
     tiles: Tiles | None = None
+    tokens_over: str | None = None
 
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         if needs.platform != "tpu" and not self.interpret:
@@ -66,15 +88,35 @@ class PallasTpu:
         if (reason := runs_on_xla(heads)) is not None:
             return reason
         if heads.latent_dim is not None:
-            if needs.divides_tokens:
-                return "pages whose tokens devices divide run on xla"
             if heads.cap or heads.has_sinks:
                 return "latent attention: expected scores without a cap and without sinks"
             if isinstance(needs.codec, Int4Codec):  # it mixes what is value with what is not
                 return "latent attention: kv_cache_dtype: expected bfloat16, float32 or int8"
+            if needs.token_parts > 1:
+                return self._refuses_parts(heads, needs)
         return refused_when_traced(self, heads, needs)
 
-    def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> LaneLayout:
+    def _refuses_parts(self, heads: Heads, needs: Needs) -> str | None:
+        reason = refused_when_traced(replace(self, tokens_over="devices"), heads, needs)
+        if not isinstance(needs.codec, PlainCodec):  # XLA reads these pages too
+            reason = f"kv_cache_dtype: expected bfloat16 or float32, got {needs.codec.name}"
+        elif heads.window is not None:
+            reason = f"expected latent attention without a window, got {heads.window}"
+        return reason and f"a part of pages on each device: {reason}"
+
+    def _divides(self, heads: Heads | PageLayout) -> str | None:
+        """Returns the mesh axis over which the tokens of these pages are divided."""
+        return None if heads.latent_dim is None else self.tokens_over
+
+    def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> PageLayout:
+        if self._divides(heads) is not None:  # XLA reads them too; in memory they are the same
+            return LaneRowsLayout(
+                num_kv_heads=heads.num_kv_heads,
+                head_dim=heads.head_dim,
+                page_size=page_size,
+                codec=codec,
+                latent_dim=heads.latent_dim,
+            )
         return LaneLayout(
             num_kv_heads=heads.num_kv_heads,
             head_dim=padded_head_dim(heads.head_dim, latent=heads.latent_dim is not None),
@@ -83,8 +125,12 @@ class PallasTpu:
             latent_dim=heads.latent_dim,
         )
 
-    def prepare(self, store: Store, tables: PageTables, batch: Batch, heads: Heads) -> Schedule:
+    def prepare(
+        self, store: Store, tables: PageTables, batch: Batch, heads: Heads
+    ) -> Schedule | Divided:
         refuse_chunks(heads)
+        if (axis := self._divides(store.layout)) is not None:
+            return self._prepare_parts(store, tables, batch, heads, axis)
         layout = _layout_of(store)
         return make_schedule(
             tables.table_BW,
@@ -109,6 +155,45 @@ class PallasTpu:
             decode_only=batch.decode_only,
         )
 
+    def _prepare_parts(
+        self, store: Store, tables: PageTables, batch: Batch, heads: Heads, axis: str
+    ) -> Divided:
+        dest_T, *_ = xla.Xla(tokens_over=axis).prepare(store, tables, batch, heads)
+        store, num_heads = own_store(store), heads.num_heads * jax.lax.axis_size(axis)
+        share, size = share_of(store, axis), store.page_size
+        lanes, itemsize = _lanes_of(store), jnp.dtype(store.codec.dtype).itemsize
+        len_B = jnp.asarray(tables.len_B + batch.count_B)
+        # Only a row's last page is not full.
+        held_B = jnp.clip(len_B % share.page_size - share.begin, 0, size)
+        held_B += len_B // share.page_size * size
+        last_B = (len_B - 1) % share.page_size - share.begin
+        # In a step with chunks XLA has written the tokens of decode rows too.
+        writes_B = (last_B >= 0) & (last_B < size) & batch.decode_only
+        tiles = self.tiles or choose_tiles(
+            layout=lanes, page_size=size, itemsize=itemsize, num_heads=num_heads
+        )
+        num_rows = min(len(len_B), batch.token_T.shape[0])
+        most = most_rows_of_parts(layout=lanes, itemsize=itemsize, num_heads=num_heads)
+        begin_G = jnp.arange(0, num_rows, -(-num_rows // -(-num_rows // most)))
+
+        def of_group(begin: jax.Array, writes_b: jax.Array, *held: jax.Array) -> Schedule:
+            table_bW, first_bW, held_b, start_b, count_b = held
+            return make_schedule(
+                *(table_bW, first_bW, held_b, start_b, count_b),
+                *(batch.num_decode - begin, batch.num_rows - begin),
+                num_tokens=len(held_b),
+                page_size=size,
+                window=None,
+                tiles=tiles,
+                decode_only=True,
+                writes_B=writes_b,
+            )
+
+        of_rows = (writes_B, tables.table_BW, tables.first_BW, held_B, batch.start_B, batch.count_B)
+        grouped = (_grouped(jnp.asarray(x)[:num_rows], len(begin_G)) for x in of_rows)
+        schedules = jax.vmap(of_group)(begin_G, *grouped)
+        return Divided(dest_T, schedules)
+
     def attend(
         self,
         q_TNH: jax.Array,
@@ -116,11 +201,15 @@ class PallasTpu:
         v_TKH: jax.Array | None,
         at: Place,
         batch: Batch,
-        prepared: Schedule,
+        prepared: Schedule | Divided,
         terms: Terms,
     ) -> Attended:
         refuse_statistics(at)
         refuse_xla_only(terms)
+        if isinstance(prepared, Divided):
+            if k_TKH is None:
+                raise NotImplementedError(READERS)
+            return self._attend_parts(q_TNH, k_TKH, at, batch, prepared, terms)
         store, layout = at.store, _layout_of(at.store)
         codec, rank = store.codec, layout.latent_dim
         if terms.maps is not None:  # the kernel has this form alone
@@ -158,7 +247,7 @@ class PallasTpu:
                 interpret=self.interpret,
             )
         else:  # decode writes where it attends
-            raise NotImplementedError("layers that attend to what another has stored run on xla")
+            raise NotImplementedError(READERS)
         if isinstance(pages, Packed):
             store = store.with_arrays(pages.words, pages.scales)
             restored = out_TNH if rank is not None else codec.restore(out_TNH)
@@ -168,6 +257,94 @@ class PallasTpu:
         if terms.maps is not None:
             out_TNH = terms.maps.values_of(out_TNH[..., :rank])
         return Attended(out_TNH, store, None)
+
+    def _attend_parts(
+        self,
+        q_TNH: jax.Array,
+        k_T1H: jax.Array,
+        at: Place,
+        batch: Batch,
+        prepared: Divided,
+        terms: Terms,
+    ) -> Attended:
+        """Attends decode rows by the kernel, which writes their own tokens where there is nothing
+        else to write, and chunks by XLA.
+        """
+        store, axis, whole = own_store(at.store), self.tokens_over, at.store.layout
+        if not batch.decode_only:
+            store = write(store, k_T1H, None, dest_T=prepared.dest_T, layer=at.layer)
+        form = Absorbed(terms.maps, store.layout, terms.scale, axis)
+        num_rows = min(len(batch.count_B), len(q_TNH))
+        found_BNR, store = self._decode_parts(
+            form.enter(q_TNH[:num_rows]), k_T1H[:num_rows, 0], store, at.layer, prepared.schedules
+        )
+        out_TNH = form.leave(found_BNR)
+        if not batch.decode_only:
+            out_TNH, _ = xla.read(
+                q_TNH,
+                at._replace(store=store),
+                batch,
+                scale=terms.scale,
+                window=None,
+                maps=terms.maps,
+                tokens_over=axis,
+                decoded=out_TNH,
+            )
+        return Attended(out_TNH, replace(store, layout=whole), None)
+
+    def _decode_parts(
+        self,
+        q_BNH: jax.Array,
+        row_BH: jax.Array,
+        store: Store,
+        layer: int | jax.Array,
+        schedules: Schedule,
+    ) -> tuple[jax.Array, Store]:
+        """Returns this device's part of what rows come to, [B, N, R], and the store with their new
+        tokens.
+        """
+        lanes, num_groups = _lanes_of(store), len(schedules.decode.num)
+
+        def of_group(x: jax.Array) -> jax.Array:
+            missing = lanes.head_dim - x.shape[-1]
+            return _grouped(jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)), num_groups)
+
+        def attend(pages: jax.Array, group: tuple[jax.Array, jax.Array, Schedule]) -> Any:
+            part, pages = latent_decode_part(
+                *(group[0], group[1], pages, group[2]),
+                rank=lanes.value_dim,
+                layer=layer,
+                num_pages=store.num_pages,
+                scale=1.0,  # which queries have
+                interpret=self.interpret,
+            )
+            return pages, part
+
+        pages, parts = jax.lax.scan(
+            attend, store.pages, (of_group(q_BNH), of_group(row_BH), schedules)
+        )
+        out_BNR, max_BN, sum_BN = (x.reshape(-1, *x.shape[2:])[: len(q_BNH)] for x in parts)
+        softmax = Softmax(max_BN, sum_BN, out_BNR * sum_BN[..., None])
+        if self.tokens_over is not None:
+            softmax = softmax.over(self.tokens_over)
+        return softmax.result(), store.with_arrays(pages)
+
+
+def _grouped(x: jax.Array, num_groups: int) -> jax.Array:
+    """Divides rows into groups of as many each, with zeros behind the last one."""
+    size = -(-len(x) // num_groups)
+    missing = num_groups * size - len(x)
+    return jnp.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1)).reshape(
+        num_groups, size, *x.shape[1:]
+    )
+
+
+def _lanes_of(store: Store) -> Layout:
+    """Returns how the kernel sees the rows of latent pages that XLA reads too."""
+    width, rank = store.layout.head_dim, store.layout.latent_dim
+    if rank is None:
+        raise TypeError(f"expected pages of latent attention, got {store.layout}")
+    return latent_layout_of(width=padded_head_dim(width, latent=True), rank=rank)
 
 
 def _layout_of(store: Store) -> LaneLayout:

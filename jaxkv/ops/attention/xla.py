@@ -28,14 +28,10 @@ from jaxkv.kv.state import (
     write_entries,
 )
 from jaxkv.ops.attention import expanded, native
+from jaxkv.ops.attention.absorbed import Absorbed
 from jaxkv.ops.attention.base import Attended, Batch, Heads, LatentMaps, Needs, Place, Terms
 from jaxkv.ops.attention.distances import Distances
-from jaxkv.ops.attention.divided import (
-    of_all_heads,
-    own_destinations,
-    own_store,
-    sum_of_own_heads,
-)
+from jaxkv.ops.attention.divided import of_all_heads, own_destinations, own_store
 from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
 from jaxkv.ops.attention.index import Choice, Entries, EntryShape
 from jaxkv.ops.attention.select import select_pages
@@ -88,8 +84,7 @@ def decode_keys(num_rows: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Xla:
     """See `base.Backend`. `deterministic`: as in `read`. `on_lanes`: pages are rows of whole
-    registers, as a TPU's memory has them. `tokens_over`: the mesh axis over whose devices the
-    tokens of each page of latent attention are divided, in equal parts; None: each has them all.
+    registers, as a TPU's memory has them.
     """
 
     # Blocks of keys must not begin elsewhere, or a query would add up in another order.
@@ -182,6 +177,7 @@ def read(
     distances: Distances | None = None,
     entry: EntryShape | None = None,
     tokens_over: str | None = None,
+    decoded: jax.Array | None = None,
     deterministic: bool = False,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends over pages that have the step's keys and values, `at.tables.len_B` its tokens, and
@@ -190,8 +186,8 @@ def read(
 
     maps, index, distances: as in `base.Terms`; without maps latent queries and outputs are absorbed
     ones. entry: of entries, that `index` chooses among then. tokens_over: as in `Scores`, of latent
-    attention with maps. `deterministic`: on a CPU, a query gets the same bits in a decode row as in
-    a prefill chunk.
+    attention; decoded: what its decode rows come to, where that is known, [B, N, V].
+    `deterministic`: on a CPU, a query gets the same bits in a decode row as in a prefill chunk.
     """
     codec, q_TNH = at.store.codec, q_TNH.astype(jnp.float32)
     if sinks_N is not None:
@@ -200,31 +196,17 @@ def read(
     asked = Scores(window, chunk, cap, sinks_KG, entry, index, distances, tokens_over)
     of_rows = partial(_read_rows, at=at, batch=batch, asked=asked, deterministic=deterministic)
 
-    def restored(out_TNH: jax.Array) -> jax.Array:
-        # A codec may have rotated a key as a whole: only now do its first numbers stand apart.
-        return codec.restore(out_TNH)[..., : at.store.layout.latent_dim]
-
-    if maps is None:
+    if maps is None and tokens_over is None:
         # Once for all: what a rotation rounds to may depend on how many are rotated.
         out_TNH, statistics = of_rows(codec.rotate(q_TNH * scale), batch.count_B)
-        return restored(out_TNH), statistics
-
-    def enter(q_TNH: jax.Array) -> jax.Array:
-        q_TNH = maps.absorb(q_TNH) * scale
-        # A row's key for being chosen, behind the others, meets nothing.
-        missing = at.store.layout.head_dim - q_TNH.shape[2]
-        q_TNH = codec.rotate(jnp.pad(q_TNH, ((0, 0), (0, 0), (0, missing))))
-        return of_all_heads(q_TNH, tokens_over, along=1)
-
-    def leave(out_TNH: jax.Array) -> jax.Array:
-        return maps.values_of(restored(sum_of_own_heads(out_TNH, tokens_over)))
-
-    absorbed = partial(of_rows, enter=enter, leave=leave)
+        return codec.restore(out_TNH)[..., : at.store.layout.latent_dim], statistics
+    form = Absorbed(maps, at.store.layout, scale, tokens_over)
+    absorbed = partial(of_rows, enter=form.enter, leave=form.leave, decoded=decoded)
     # The expanded form knows one softmax over plain pages, and gives other bits than decode rows.
     has_more = at.statistics is not None or at.store.low is not None or sinks_N is not None
     has_more = has_more or index is not None
     is_short = batch.decode_only or (batch.chunk_len or q_TNH.shape[0]) < LEAST_QUERIES
-    if is_short or has_more or deterministic:
+    if maps is None or is_short or has_more or deterministic:
         return absorbed(q_TNH, batch.count_B)
     is_long_B = batch.count_B >= LEAST_QUERIES
     out_TNH, _ = absorbed(q_TNH, jnp.where(is_long_B, 0, batch.count_B))
@@ -262,9 +244,11 @@ def _read_rows(
     deterministic: bool,
     enter: Callable[[jax.Array], jax.Array] = _unchanged,
     leave: Callable[[jax.Array], jax.Array] = _unchanged,
+    decoded: jax.Array | None = None,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends decode rows, and the first `count` tokens of each prefill row. `enter` makes of
-    queries what meets the pages, and `leave` of what they have found there what comes out.
+    queries what meets the pages, and `leave` of what they have found there what comes out. decoded:
+    as in `read`.
     """
     # `deterministic` wants one code for pages of any kind and size.
     has_more = asked.choice is not None or asked.distances is not None
@@ -276,6 +260,7 @@ def _read_rows(
         deterministic=deterministic,
         enter=enter,
         leave=leave,
+        decoded=decoded,
         handler=None if is_all else handler,  # without AVX-512 chunks are faster by XLA
     )
     if handler is None or not is_all:
@@ -296,6 +281,7 @@ def attend_rows(
     deterministic: bool = False,
     enter: Callable[[jax.Array], jax.Array] = _unchanged,
     leave: Callable[[jax.Array], jax.Array] = _unchanged,
+    decoded: jax.Array | None = None,
     handler: str | None = None,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends as `_read_rows` does, by XLA, but for decode rows where there is a handler for a CPU.
@@ -303,37 +289,37 @@ def attend_rows(
     """
     count_B = batch.count_B if count_B is None else count_B
     num_rows = at.tables.table_BW.shape[0]
-    is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
-    decode = partial(_decode, asked=asked)
-    # XLA:CPU is faster at these tiny matmuls in float32, whatever the pages hold.
-    on_cpu: Callable[..., tuple[jax.Array, Statistics | None]] = partial(
-        decode,
-        tile_rows=CPU_TILE_ROWS,
-        min_queries=CPU_MIN_QUERIES,
-        blocking=Blocking(in_float32=not deterministic),
-    )
-    if handler is not None:
-        on_cpu = partial(native.decode, handler=handler, asked=asked)
-    decoded, statistics = jax.lax.platform_dependent(
-        enter(q_TNH[:num_rows]),
-        at,
-        batch.position_T[:num_rows],
-        is_decode_B,
-        cpu=on_cpu,
-        default=partial(
-            decode, tile_rows=num_rows, min_queries=1, blocking=Blocking(decode_keys(num_rows))
-        ),
-    )
-    out_TNH = leave(decoded)
+    if decoded is None:
+        is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
+        decode = partial(_decode, asked=asked)
+        # XLA:CPU is faster at these tiny matmuls in float32, whatever the pages hold.
+        on_cpu: Callable[..., tuple[jax.Array, Statistics | None]] = partial(
+            decode,
+            tile_rows=CPU_TILE_ROWS,
+            min_queries=CPU_MIN_QUERIES,
+            blocking=Blocking(in_float32=not deterministic),
+        )
+        if handler is not None:
+            on_cpu = partial(native.decode, handler=handler, asked=asked)
+        found, statistics = jax.lax.platform_dependent(
+            enter(q_TNH[:num_rows]),
+            at,
+            batch.position_T[:num_rows],
+            is_decode_B,
+            cpu=on_cpu,
+            default=partial(
+                decode, tile_rows=num_rows, min_queries=1, blocking=Blocking(decode_keys(num_rows))
+            ),
+        )
+        at, decoded = at._replace(statistics=statistics), leave(found)
     if batch.decode_only:
-        return out_TNH, statistics
-    at = at._replace(statistics=statistics)
+        return decoded, at.statistics
     fill = partial(_prefill, enter=enter, leave=leave, asked=asked)
     in_float32 = batch.chunk_len is not None and not deterministic
     num_devices = 1 if asked.tokens_over is None else jax.lax.axis_size(asked.tokens_over)
     num_heads = q_TNH.shape[1] * num_devices  # that meet a page here
     return jax.lax.platform_dependent(
-        *(q_TNH, out_TNH, count_B, at, batch),
+        *(q_TNH, decoded, count_B, at, batch),
         cpu=partial(fill, num_queries=QUERY_BLOCK, blocking=Blocking(in_float32=in_float32)),
         default=partial(
             fill, num_queries=prefill_queries(num_heads), blocking=Blocking(LARGE_KEYS)
