@@ -97,11 +97,13 @@ class PallasTpu:
         return refused_when_traced(self, heads, needs)
 
     def _refuses_parts(self, heads: Heads, needs: Needs) -> str | None:
-        reason = refused_when_traced(replace(self, tokens_over="devices"), heads, needs)
+        reason: str | None
         if not isinstance(needs.codec, PlainCodec):  # XLA reads these pages too
             reason = f"kv_cache_dtype: expected bfloat16 or float32, got {needs.codec.name}"
         elif heads.window is not None:
             reason = f"expected latent attention without a window, got {heads.window}"
+        else:
+            reason = refused_when_traced(replace(self, tokens_over="devices"), heads, needs)
         return reason and f"a part of pages on each device: {reason}"
 
     def _divides(self, heads: Heads | PageLayout) -> str | None:
