@@ -322,6 +322,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 6, "layer_types": ["hybrid_sliding", "hybrid"] * 3}
     | {"unpadded_vocab_size": 151, "swa_head_dim": 16, "loop_gate_rank": 10}
     | {"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2},
+    "inkling2_loop_text-short": INKLING2
+    | {"unpadded_vocab_size": 151, "swa_head_dim": 16, "loop_gate_rank": 10}
+    | {"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2},
     "inkling2_loop_text-once": INKLING2
     | {"n_layers_per_attn_res_block": 1, "unpadded_vocab_size": 151, "loop_gate_rank": 10}
     | {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 1},
@@ -953,7 +956,7 @@ MECHANISMS = {
     "gpt2",  # learned positions, transposed weights
     "granite_swa",  # sinks
     "hrm_text",  # two stacks by turns, on the sum of what they gave
-    "inkling2_loop",  # entries of layers, convolutions and sinks by token, messages, bounded lengths
+    "inkling2_loop_text-short",  # entries of layers, messages, sinks by token, bounded lengths
     "inkling_mm_model",  # scores by distance, convolutions of four kinds, shared experts that weigh
     "jetmoe",  # experts' queries and outputs of attention
     "mimo_v2_flash",  # values smaller than keys, KV heads by the kind of layer, experts

@@ -43,8 +43,10 @@ __all__ = ["torch"]
 pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 DENSE = {
-    *("axk2", "dots3_note_text", "falcon_h1", "gemma3n_text", "gemma4_text", "hrm_text"),
-    *("llama4", "longcat_flash", "nemotron_h-latent", "qwen3_next", "zamba2", "zaya"),
+    *("axk2", "dory", "dots3_note_text", "falcon_h1", "gemma3n_text", "gemma4_text", "glm5_next"),
+    *("glm_moe_dsa-shared", "hrm_text", "jetmoe", "llama4", "longcat_flash", "mimo_v2_flash"),
+    *("minimax", "minimax_m3_vl", "modernbert_decoder", "muse_spark", "nemotron_h-latent"),
+    *("qwen3_next", "qwen4_exp", "xlstm", "zamba", "zamba2", "zaya"),
 }
 """Attend with all scores at once: their many unlike layers take half as long to compile so. What
 XLA's blocks are asked by them others are asked too, in tests/ops/test_attention.py or here.
