@@ -22,7 +22,7 @@ WINDOW = 126
 SMALL = {
     "max_model_len": WINDOW + 2,
     "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
+    "max_num_batched_tokens": 48,
     "block_size": 8,
     "dtype": "float32",
 }

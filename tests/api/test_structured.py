@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 OPTIONS = {
     "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
+    "max_num_batched_tokens": 48,
     "max_model_len": 1024,
     "num_gpu_blocks_override": 600,
     "lazy_compile": True,

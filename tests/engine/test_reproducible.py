@@ -111,7 +111,7 @@ def test_the_number_of_rows_changes_nothing(new_llm, alone, max_num_seqs):
 
 @pytest.mark.parametrize("budget", some([16, 23, 64, 100], 23))
 def test_the_way_a_prompt_is_cut_changes_nothing(new_llm, alone, budget):
-    limited = new_llm(max_num_batched_tokens=budget, max_num_seqs=4)
+    limited = new_llm(max_num_batched_tokens=budget)
     assert answers(limited, OURS) == alone
     assert answers(limited, OTHERS[:5] + OURS)[5:] == alone
 
@@ -193,6 +193,7 @@ HEADS = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
 FAMILIES = {
     "mamba2": {},
     "lfm2": {},
+    "lfm2_moe": {"num_experts": 16, "moe_intermediate_size": 48, "num_dense_layers": 0},
     "minimax": {},
     "falcon_h1": {},
     "granitemoehybrid": {},
@@ -224,7 +225,7 @@ rows. The one that runs always has states, a convolution, attention and experts.
 """
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, "granitemoehybrid"))
+@pytest.mark.parametrize("family", some(FAMILIES, "lfm2_moe"))
 def test_neighbours_change_nothing_of_states_and_experts(tmp_path, family):
     """As long as they do not cut a prompt, which is computed in blocks: all of ours are in the first
     step, of whichever size it is.

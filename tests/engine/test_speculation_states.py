@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("proposes_always")
 
 NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 AHEAD = {"num_speculative_tokens": 3, "disable_by_batch_size": SMALL["max_num_seqs"]}
-LIMITS = SMALL | {"max_num_batched_tokens": 64}
+LIMITS = SMALL | {"max_num_batched_tokens": 48}
 GREEDY = SamplingParams(
     temperature=0.0, max_tokens=24, ignore_eos=True, allowed_token_ids=[5, 7, 9, 11]
 )

@@ -60,7 +60,8 @@ def checkpoint(tmp_path_factory):
 
 
 def new_llm(checkpoint: Any, **options: Any) -> LLM:
-    sizes = {"max_num_seqs": 2, "block_size": 8, "max_num_batched_tokens": 64}
+    # One size of steps.
+    sizes = {"max_num_seqs": 2, "block_size": 8, "max_num_batched_tokens": 63}
     made = {"skip_tokenizer_init": True, "dtype": "float32", "lazy_compile": True}
     return LLM(checkpoint, **sizes | made | options)
 
