@@ -120,7 +120,7 @@ def cut(tokens: list[int], prompt_len: int, eos_ids: list[int]) -> list[int]:
 
 
 SETTINGS = [("llama", eos, penalty) for eos in EOS for penalty in (1, 0.0, 2.0, -1.0, 0.6)]
-SETTINGS = some(SETTINGS, *SETTINGS[6::6])
+SETTINGS = some(SETTINGS, SETTINGS[12])
 SETTINGS += some(("qwen3-layer-types", eos, 1.0) for eos in EOS)
 
 

@@ -47,7 +47,7 @@ def ids(length: int, seed: int) -> list[int]:
 @pytest.mark.parametrize(
     ("model", "kv_cache_dtype", "num_pages"),
     [
-        ("checkpoint", "auto", 26),
+        pytest.param("checkpoint", "auto", 26, marks=pytest.mark.slow),
         pytest.param("checkpoint", "int8", 26, marks=pytest.mark.slow),
         ("windows", "auto", 40),
     ],

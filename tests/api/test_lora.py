@@ -288,6 +288,7 @@ def test_adapters_come_back_after_sleep_and_other_weights(small, base, loras, ch
     assert llm.identity() == identity  # says nothing of adapters
 
 
+@pytest.mark.slow
 def test_quantised_weights_take_adapters(base, loras, adapters, plain, tmp_path):
     """Weights that int8 holds exactly, so that the adapter is all that is added to them."""
     exact = tmp_path / "exact"

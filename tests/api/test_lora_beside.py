@@ -198,6 +198,7 @@ def test_pages_in_host_memory_and_on_a_disk_are_of_their_adapter(checkpoint, lor
         assert run(llm, 1, None)[1] == 0
 
 
+@pytest.mark.slow
 def test_beams_of_several_adapters_are_those_of_merged_weights(llm, plain, checkpoints, loras):
     params = BeamSearchParams(beam_width=2, max_tokens=6)
     given, want = [*loras, None], []

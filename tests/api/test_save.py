@@ -64,7 +64,7 @@ def cached_of(llm: LLM, session: jaxkv.Session) -> tuple[int, list[int], list[fl
         pytest.param("llama", {}, 32, 64, marks=pytest.mark.slow),
         pytest.param("llama", {"kv_cache_dtype": "int8"}, 8, 64, marks=pytest.mark.slow),
         ("qwen2-mixed-windows", {}, 32, 64),
-        ("lfm2", {}, 32, 64),
+        pytest.param("lfm2", {}, 32, 64, marks=pytest.mark.slow),
         pytest.param("gemma3_text", {"block_size": 64}, 8, 64, marks=pytest.mark.slow),
         pytest.param("qwen3_next", {"block_size": 32}, 64, 64, marks=pytest.mark.slow),
         pytest.param("lfm2", {"kv_cache_dtype": "int8"}, 8, 64, marks=pytest.mark.slow),

@@ -18,6 +18,7 @@ from jaxkv import LLM, RequestOutput, SamplingParams
 from jaxkv.requests.masks import encode_words
 from jaxkv.testing import engine_of, intake_of
 from poison import poisoned
+from tiers import some
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
 
@@ -191,7 +192,7 @@ def test_each_parameter_alone_and_all_mixed_equal_the_dense_reference(new_llm, e
     assert differing == [name for name in CASES if name != "none"]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@pytest.mark.parametrize("temperature", some([0.0, 1.2], 1.2))
 def test_loops_of_8_equal_one_token_at_a_time(new_llm, expected, temperature, monkeypatch):
     prompts = [ids for ids, _ in expected.values()]
     params = [replace(one, temperature=temperature, seed=3, top_p=0.9) for one in CASES.values()]
@@ -288,7 +289,7 @@ def test_prompt_logprobs_come_once_from_a_prompt_begun_anew_with_a_chunk_under_w
     assert submission.output().prompt_logprobs == want.prompt_logprobs
 
 
-@pytest.mark.parametrize("budget", [NUM_CHUNK, 96])
+@pytest.mark.parametrize("budget", some([NUM_CHUNK, 96], NUM_CHUNK))
 def test_prompt_logprobs_equal_a_dense_pass_whatever_the_chunks(new_llm, dense, budget):
     """Prompts around the chunk of 16 and the pieces of 64 tokens, beside rows that decode and that
     do not ask.

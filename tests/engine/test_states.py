@@ -131,6 +131,7 @@ def test_a_prefix_that_is_found_gives_the_tokens_of_one_that_is_not(llm, alone):
         assert (first.num_cached_tokens, again.num_cached_tokens) == (0, num_cached)
 
 
+@pytest.mark.slow
 def test_a_state_stays_beside_a_page_of_which_a_window_of_one_token_sees_nothing(tmp_path):
     config = text_config("recurrent_gemma") | {"attention_window_size": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))

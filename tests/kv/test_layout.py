@@ -46,12 +46,12 @@ CASES = [
     ("cpu", "int8", 3, 16, 8),
     ("gpu", "int4", 2, 64, 64),
     ("tpu", "int4", 1, 128, 64),
-    ("tpu-xla", "turboquant4", 3, 64, 8),
     ("tpu-xla", "bfloat16", 2, 80, 8),
 ]
 CASES += [
     pytest.param(case, marks=pytest.mark.slow)
     for case in (
+        ("tpu-xla", "turboquant4", 3, 64, 8),
         ("cpu", "turboquant2.5", 2, 64, 8),
         ("tpu", "bfloat16", 2, 64, 16),  # two heads side by side
         ("cpu", "float32", 2, 16, 8),

@@ -61,7 +61,9 @@ def loaded(path: Path, reader: Any = load_weights, **options: Any) -> dict[str, 
     return reader(path, *read_family(read_config(path)), Kept(**{"dtype": "float32"} | options))
 
 
+@pytest.mark.slow
 def test_layers_compute_what_transformers_do(path, torch):
+    """As deepseek_v4 does among the families."""
     deepseek = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
     tensors = load_file(path / "model.safetensors")
     layers = [

@@ -86,7 +86,9 @@ def assert_has(weights: dict[str, Any], numbers: np.ndarray) -> None:
     np.testing.assert_array_equal(leaf, numbers.reshape(1, -1))
 
 
+@pytest.mark.slow
 def test_layers_compute_what_transformers_routers_choose(path, torch):
+    """As deepseek_v4 does among the families."""
     deepseek = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
     (path / "plain").mkdir()
     (path / "plain" / "config.json").write_text((path / "config.json").read_text())

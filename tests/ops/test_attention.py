@@ -68,8 +68,8 @@ QUANTISED = [
     Shape(16, None, 4, 1, 64, "int4"),
 ]
 QUANTISED += [Shape(128, 300, 4, 2, 16, "turboquant2.5")]
-FAST = [SHAPES[i] for i in (0, 5)] + [QUANTISED[2]]
-"""Pages of two sizes, a window, two dtypes and a codec with offsets are among them."""
+FAST = [SHAPES[5], QUANTISED[2]]
+"""A window, bfloat16 and a codec with offsets are among them; float32 has decode rows below."""
 FLOAT32 = SHAPES[::2]
 SHAPES += QUANTISED
 
@@ -221,7 +221,7 @@ def test_few_rows_gather_many_keys_at_once(num_rows, num_keys):
 
 
 @pytest.mark.parametrize(
-    "shape", [SHAPES[2], SHAPES[3]], ids=lambda shape: "-".join(map(str, shape))
+    "shape", each(SHAPES[2:4], SHAPES[3]), ids=lambda shape: "-".join(map(str, shape))
 )
 def test_the_larger_blocks_of_other_platforms_equal_float64(monkeypatch, shape):
     """Rows and chunks of more blocks than one, and of fewer slots than a block has."""
@@ -258,7 +258,7 @@ def at_once(q_TNH, at, batch, prepared, **few):
 LATENT = [("float32", None, "cpu"), ("float32", 300, "gpu"), ("int4", None, "cpu")]
 
 
-@pytest.mark.parametrize(("dtype", "window", "platform"), some(LATENT, *LATENT[:2]))
+@pytest.mark.parametrize(("dtype", "window", "platform"), some(LATENT, LATENT[1]))
 def test_chunks_of_latent_attention_equal_float64_absorbed_and_expanded(
     monkeypatch, dtype, window, platform
 ):
@@ -330,7 +330,7 @@ def test_chosen_keys_are_those_of_all_scores_at_once(num_chosen):
 DIVIDED = [(None, "cpu", None), (300, "gpu", None), (None, "cpu", 20), (None, "gpu", 20)]
 
 
-@pytest.mark.parametrize(("window", "platform", "num_chosen"), some(DIVIDED, *DIVIDED[1:3]))
+@pytest.mark.parametrize(("window", "platform", "num_chosen"), some(DIVIDED, DIVIDED[1]))
 def test_devices_that_divide_the_tokens_of_pages_give_what_one_gives(
     monkeypatch, window, platform, num_chosen
 ):
@@ -396,7 +396,7 @@ def with_index_key(rng: np.random.Generator) -> tuple[Case, Place]:
 POOLS = [(8, 24), (1, 20), (128, 1024)]
 
 
-@pytest.mark.parametrize(("pool", "num_chosen"), some(POOLS, *POOLS[::2]))
+@pytest.mark.parametrize(("pool", "num_chosen"), some(POOLS, POOLS[0]))
 def test_pools_chosen_by_their_mean_are_those_of_all_scores_at_once(pool, num_chosen):
     """In decode rows and chunks, of rows with more keys than are chosen and with fewer."""
     rng = np.random.default_rng(0)
@@ -421,7 +421,7 @@ def test_pools_chosen_by_their_mean_are_those_of_all_scores_at_once(pool, num_ch
 BLOCKS = [(128, 2), (8, 3), (128, 9)]
 
 
-@pytest.mark.parametrize(("pool", "num_chosen"), some(BLOCKS, *BLOCKS[1:]))
+@pytest.mark.parametrize(("pool", "num_chosen"), some(BLOCKS, BLOCKS[1]))
 def test_chosen_blocks_are_those_of_all_scores_at_once(pool, num_chosen):
     """Of pages that decode rows alone read where blocks are as large as those of a sweep, and of
     masks; each KV head has its own.

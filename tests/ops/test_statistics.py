@@ -186,7 +186,8 @@ def test_asking_for_statistics_changes_no_bit_of_the_output(kind):
 
 
 @pytest.mark.parametrize(
-    ("of", "to"), [("float32", "int8"), ("bfloat16", "int4"), ("int8", "int4")]
+    ("of", "to"),
+    some([("float32", "int8"), ("bfloat16", "int4"), ("int8", "int4")], ("bfloat16", "int4")),
 )
 def test_a_demoted_page_is_the_codec_of_what_the_page_holds_in_every_layer(of, to):
     own, less = (get_codec(name, platform="cpu", dtype="float32") for name in (of, to))

@@ -12,7 +12,7 @@ def soak(script):
 
 
 def test_a_short_soak_ends_clean_and_a_breach_is_named(soak):
-    soak.run(3.0)
+    soak.run(1.5)
     figures, bad = soak.finish(max_growth_mib=1e6)
     assert bad == []
     assert not soak.engine.has_work
