@@ -185,6 +185,7 @@ def test_a_base_model_s_names_and_a_missing_head_make_no_difference(tmp_path):
         llm.update_weights(other)
 
 
+@pytest.mark.slow
 def test_vectors_and_scores_of_adapters_are_those_of_merged_weights(tmp_path):
     """Several in a batch; one has the names of a model without its head, as it was trained."""
     directory = embedder(tmp_path / "model", "mean", "Normalize")

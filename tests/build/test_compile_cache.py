@@ -58,6 +58,7 @@ def start(checkpoint, tmp_path):
             if name != "JAX_ENABLE_COMPILATION_CACHE"
         }
         env["XDG_CACHE_HOME"] = str(tmp_path / "xdg")
+        env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
         arguments = [sys.executable, "-c", START, str(checkpoint)]
         done = subprocess.run(
             arguments, env=env, capture_output=True, text=True, timeout=300, check=False

@@ -39,7 +39,7 @@ CONFIG = BASE | {
     "n_group": 4,
     "topk_group": 2,
     "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
+    "first_k_dense_replace": 0,
     "tie_word_embeddings": False,
     "num_hidden_layers": 2,
 }

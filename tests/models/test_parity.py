@@ -53,7 +53,7 @@ def test_frequencies_of_rotation_are_those_of_transformers(torch, variant, chang
     assert spec.rope.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
 
 
-LOGITS = {"llama-yarn", "llama-biases", "mistral-window", "qwen2-mixed-windows", "qwen3"}
+LOGITS = {"llama-biases", "qwen2-mixed-windows", "qwen3"}
 """What else the others have is the rotation, how many heads there are or how windows are written; tests
 below have llama and llama-3.
 """

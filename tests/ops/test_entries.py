@@ -56,7 +56,11 @@ def expected(case: Case, index: Index | None, sinks_N: np.ndarray, scale: float)
 
 @pytest.mark.parametrize(
     ("dtype", "chooses", "most"),
-    [("float32", False, 2e-5), ("float32", True, 2e-5), ("bfloat16", True, 2e-2)],
+    [
+        pytest.param("float32", False, 2e-5, marks=pytest.mark.slow),
+        ("float32", True, 2e-5),
+        pytest.param("bfloat16", True, 2e-2, marks=pytest.mark.slow),
+    ],
 )
 def test_queries_meet_the_last_rows_and_the_entries_that_end_before_them(dtype, chooses, most):
     """In decode rows and chunks. Everything that no row holds is NaN."""

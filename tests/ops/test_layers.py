@@ -45,7 +45,7 @@ def stored(w: np.ndarray, *, as_bits: bool) -> jax.Array:
     ("dtype", "as_bits"), [("float32", False), ("bfloat16", False), ("bfloat16", True)]
 )
 @pytest.mark.parametrize("num_tokens", [2, MANY_TOKENS])
-@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("layer", some([0, 1], 1))
 def test_a_layer_of_a_stack_multiplies_as_in_float64(dtype, as_bits, num_tokens, layer):
     w, x = weight_and_input(num_tokens, dtype=dtype)
     assert w[0].nbytes > 2 * PIECE_BYTES
@@ -108,7 +108,9 @@ def test_bits_of_a_softmax_do_not_depend_on_the_number_of_rows(width):
             np.testing.assert_array_equal(few, many[:num_rows])
 
 
-@pytest.mark.parametrize("biases", [(), ("gate_bias", "up_bias")])
+@pytest.mark.parametrize(
+    "biases", [pytest.param((), marks=pytest.mark.slow), ("gate_bias", "up_bias")]
+)
 @pytest.mark.parametrize("layer", [None, 1])
 @pytest.mark.parametrize(
     ("width", "size"), [(512, 128), (200, 200)]
