@@ -103,6 +103,7 @@ def message_of(row: dict) -> str:
 # --- adapters
 
 
+@pytest.mark.slow
 def test_a_line_names_its_adapter_as_its_model(tmp_path, checkpoint, capsys):
     """In both forms; rows of adapters with other content are not mixed."""
     loras = [

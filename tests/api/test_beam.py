@@ -185,6 +185,7 @@ def test_a_sequence_tells_its_tokens_logprobs_and_how_it_ended(make):
     }
 
 
+@pytest.mark.slow
 def test_the_text_leaves_the_end_token_out_unless_asked(tmp_path, compile_once):
     save_tokenizer(make_checkpoint(tmp_path, tiny_config("llama", vocab_size=420)))
     llm = LLM(tmp_path, **SMALL | {"skip_tokenizer_init": False})

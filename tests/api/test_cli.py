@@ -124,6 +124,7 @@ def test_a_chat_is_answered_without_repeating_the_message(generate, checkpoint, 
     assert refused[2].startswith("jaxkv: chat: this tokenizer has no chat template")
 
 
+@pytest.mark.slow
 def test_a_prompt_is_completed_with_an_adapter(generate, checkpoint, tmp_path):
     path = make_adapter(tmp_path / "a", checkpoint)
     llm = LLM(

@@ -141,10 +141,8 @@ ROUNDED = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(x, marks=pytest.mark.slow if i else ()) for i, x in enumerate(ROUNDED)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ROUNDED)
 def test_what_is_rounded_is_near_merged_weights_and_the_same_alone(
     checkpoint, checkpoints, plain, loras, case
 ):

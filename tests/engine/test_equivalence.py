@@ -170,6 +170,7 @@ def test_small_pages_and_whole_prompts_equal_dense(models, variant, kv_dtype):
         assert_dense(model, generate(llm, [model.prompt(i) for i in WHOLE], GREEDY), WHOLE)
 
 
+@pytest.mark.slow
 def test_a_pool_with_too_few_pages_for_all_gives_the_same_tokens(models):
     model = models("qwen3", "float32")
     indices = [3, 12, 3, 12, 11, 3]  # of 7, 10 and 6 pages; there are 19

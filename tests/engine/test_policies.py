@@ -284,7 +284,7 @@ def after(decoder: Forgetful, tokens: list[int], num_prompt: int) -> np.ndarray:
 LENGTHS = (180, 20, 71)
 
 
-@pytest.mark.parametrize("policy", some(RULES, "spread", "entropy:fp8_e4m3"))
+@pytest.mark.parametrize("policy", some(RULES, "entropy:fp8_e4m3"))
 def test_a_policy_forgets_what_a_dense_decoder_forgets_by_the_same_rule(dense, policy):
     """Log-probabilities of all tokens, for prompts in chunks beside each other."""
     scores, demotes = RULES[policy]

@@ -221,11 +221,12 @@ FAMILIES = {
 }
 """Models with states, with experts and with keys that are chosen, and what makes tiny ones at least
 16 numbers wide, rows of latents 128: XLA rounds functions of fewer otherwise for another number of
-rows. The one that runs always has states, a convolution, attention and experts.
+rows. Always run are the operations: tests/ops/test_recurrent.py and test_experts.py.
 """
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, "lfm2_moe"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_neighbours_change_nothing_of_states_and_experts(tmp_path, family):
     """As long as they do not cut a prompt, which is computed in blocks: all of ours are in the first
     step, of whichever size it is.

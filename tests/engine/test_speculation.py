@@ -18,7 +18,6 @@ from jaxkv import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from jaxkv.sampling_params import StructuredOutputsParams
 from jaxkv.testing import config_of, engine_of
 from speculating import num_accepted
-from tiers import some
 from tiny import SMALL, VARIANTS, make_checkpoint, tiny_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
@@ -58,7 +57,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "options"), some(CASES, CASES[1]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "options"), CASES)
 def test_greedy_and_sampled_tokens_are_those_without_proposals(tmp_path, variant, options):
     config = (tiny_config if variant in VARIANTS else text_config)(variant)
     directory = make_checkpoint(tmp_path / "model", config)

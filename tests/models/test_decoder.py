@@ -3,6 +3,7 @@ layers all alike.
 """
 
 import re
+from functools import cache
 
 import pytest
 
@@ -22,18 +23,21 @@ TYPES = {"one group": FULL * 6, "two groups": MIXED * 2, "two groups, twice the 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     """The text of the largest step and of the largest decode loop of each model."""
-    made = {}
-    for name, types in TYPES.items():
+
+    @cache
+    def texts(name: str) -> list[str]:
+        types = TYPES[name]
         config = tiny_config("qwen3-layer-types", num_hidden_layers=len(types), layer_types=types)
         directory = make_checkpoint(tmp_path_factory.mktemp("decoder"), config)
         llm = LLM(directory, **SMALL)
         engine = engine_of(llm)
         assert len({group.window for group in blueprint_of(llm).spec.groups}) == len(set(types))
-        made[name] = [
+        return [
             engine.programs.step(SMALL["max_num_batched_tokens"]).as_text(),
             engine.programs.loop(SMALL["max_num_seqs"]).as_text(),
         ]
-    return made
+
+    return texts
 
 
 def num_instructions(text: str) -> int:
@@ -41,20 +45,22 @@ def num_instructions(text: str) -> int:
 
 
 def test_layers_of_two_kv_groups_are_one_loop(programs):
-    for text in programs["two groups"]:
+    for text in programs("two groups"):
         assert len(LAYER_LOOPS.findall(text)) == 1
 
 
+@pytest.mark.slow
 def test_programs_do_not_grow_with_the_layers(programs):
-    more, fewer = programs["two groups, twice the layers"], programs["two groups"]
+    more, fewer = programs("two groups, twice the layers"), programs("two groups")
     assert list(map(num_instructions, more)) == list(map(num_instructions, fewer))
 
 
+@pytest.mark.slow
 def test_a_second_kv_group_adds_next_to_nothing(programs):
     """Groups whose pages are alike differ in data: a layer picks its page table and its window."""
     step, loop = (
         num_instructions(two) / num_instructions(one)
-        for one, two in zip(programs["one group"], programs["two groups"], strict=True)
+        for one, two in zip(programs("one group"), programs("two groups"), strict=True)
     )
     assert step < 1.2
     assert loop < 1.2

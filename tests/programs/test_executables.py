@@ -212,6 +212,7 @@ assert all((p == q).all() and p.sharding == q.sharding for p, q in zip(a, b)), (
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(tmp_path):
     running = [
         subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path)], stderr=subprocess.PIPE)

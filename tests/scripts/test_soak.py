@@ -11,8 +11,9 @@ def soak(script):
     return script("soak").Soak(seed=1, rows=4, step_tokens=16)
 
 
+@pytest.mark.slow
 def test_a_short_soak_ends_clean_and_a_breach_is_named(soak):
-    soak.run(1.5)
+    soak.run(3.0)
     figures, bad = soak.finish(max_growth_mib=1e6)
     assert bad == []
     assert not soak.engine.has_work
