@@ -39,7 +39,7 @@ CONFIG = BASE | {
     "n_group": 4,
     "topk_group": 2,
     "moe_intermediate_size": 24,
-    "first_k_dense_replace": 0,
+    "first_k_dense_replace": 1,
     "tie_word_embeddings": False,
     "num_hidden_layers": 2,
 }
@@ -88,7 +88,9 @@ def assert_same(some: list[RequestOutput], others: list[RequestOutput], apart: f
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
-def test_chunks_cached_pages_and_preemption_change_nothing(checkpoint, kv_dtype):
+def test_chunks_cached_pages_and_preemption_change_nothing(tmp_path, kv_dtype):
+    """Of layers of one kind: those of two are divided below."""
+    checkpoint = make_checkpoint(tmp_path / "model", CONFIG | {"first_k_dense_replace": 0})
     options = {"kv_cache_dtype": kv_dtype}
     whole = new_llm(checkpoint, enable_prefix_caching=False, **options)
     wanted = generate(whole)
