@@ -43,7 +43,6 @@ def directory(tmp_path_factory) -> Path:
 def make(directory: Path, codec: str, **options: object) -> LLM:
     options = {
         "max_model_len": 160,
-        "max_num_batched_tokens": 128,
         "max_num_seqs": 4,
         "block_size": 8,
         "deterministic": True,
