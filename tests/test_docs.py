@@ -26,7 +26,7 @@ PAGES = [
     ("docs/how_it_works.md", 1, 1),
     pytest.param("docs/pictures.md", 2, 0, marks=pytest.mark.slow),
     ("docs/pooling.md", 1, 0),
-    pytest.param("docs/sessions.md", 6, 8, marks=pytest.mark.slow),
+    ("docs/sessions.md", 6, 8),
     pytest.param("docs/speculation.md", 1, 0, marks=pytest.mark.slow),
     pytest.param("docs/start/colab.md", 2, 0, marks=pytest.mark.slow),
     ("docs/start/laptop.md", 1, 0),

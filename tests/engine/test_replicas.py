@@ -279,7 +279,6 @@ def run_apart(directory: Path, other: Path, **given: object) -> list:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 def test_two_devices_give_the_tokens_of_one(llm, directory, tmp_path):
     other = make_checkpoint(tmp_path / "other", tiny_config("mistral-window"), seed=1)
     few = prompts()[:5]

@@ -162,7 +162,6 @@ print(json.dumps([run(1), run(4)]))
 """
 
 
-@pytest.mark.slow
 def test_four_devices_give_the_tokens_of_one_with_two_kv_heads(tmp_path):
     path = make_checkpoint(tmp_path / "model", tiny_config("llama", **HEADS))
     make_adapter(tmp_path / "adapter", path, seed=0)
