@@ -58,7 +58,7 @@ def compile_engine(job: EngineJob) -> dict[str, Any]:
         "num_pages": budget.num_pages,
         "pages_reason": budget.reason,
         "kv_dtype": made.kv_cache_dtype,
-        "attention": list(_attention(made)),
+        "attention": list(attention_of(made)),
         "memory": budget.lines(programs),
         "programs": [
             describe_program(name, program, slices) for name, program in programs.compiled.items()
@@ -66,7 +66,7 @@ def compile_engine(job: EngineJob) -> dict[str, Any]:
     }
 
 
-def _attention(made: Blueprint) -> Iterator[dict[str, Any]]:
+def attention_of(made: Blueprint) -> Iterator[dict[str, Any]]:
     """Yields what attention is on one device, once for KV groups alike, as `tools.kernels.Case` has
     it: heads, the tokens of a page, and whether those are a part of the page.
     """

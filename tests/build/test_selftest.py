@@ -19,6 +19,7 @@ from threading import Event
 import jax
 import pytest
 
+from families import text_config
 from jaxkv import LLM
 from jaxkv.build import compile_cache
 from jaxkv.build import selftest as guard
@@ -30,7 +31,9 @@ from jaxkv.models.families import read_config, read_family
 from jaxkv.ops import attention
 from jaxkv.ops.attention import BACKENDS, Heads
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
+from jaxkv.placement import TENSOR
 from jaxkv.programs.selftest import Trial
+from jaxkv.tools.engine_job import attention_of
 from tiny import make_checkpoint, tiny_config
 
 RIGHT = Trial(None, 1.0, 0.001)
@@ -225,10 +228,10 @@ def kernels(trials, monkeypatch, tmp_path):
     return make_checkpoint(tmp_path / "model", tiny_config("llama", **SHAPE))
 
 
-def blueprint_of(path: Path, backend: str) -> Blueprint:
+def blueprint_of(path: Path, backend: str, **changes: object) -> Blueprint:
     spec, layout = read_family(read_config(path))
-    options = EngineOptions(path, backend=backend, **LIMITS)
-    make = partial(make_blueprint, spec=spec, layout=layout, devices=jax.devices())
+    options = EngineOptions(path, backend=backend, **LIMITS | changes)
+    make = partial(make_blueprint, spec=spec, layout=layout, devices=jax.devices()[:1] * 2)
     return guard.make_tested(make, options)
 
 
@@ -238,6 +241,25 @@ def test_auto_takes_the_kernel_that_passes(kernels, trials):
     assert blueprint.backend_reason == "chosen by auto on a cpu, self-test passed"
     kinds = [(case.decode_only, case.heads.num_heads, case.codec.name) for case in trials[1]]
     assert kinds == [(True, 2, "float32"), (False, 2, "float32")]
+
+
+def test_where_devices_divide_pages_a_part_for_all_heads_is_tried(
+    kernels, trials, monkeypatch, tmp_path
+):
+    asked: list[int] = []
+    monkeypatch.setattr(
+        PallasTpu, "refuses", lambda self, heads, needs: asked.append(needs.token_parts)
+    )
+    config = text_config("deepseek_v3")
+    path = make_checkpoint(tmp_path / "latent", config)
+    divided = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "block_size": 32}
+    blueprint = blueprint_of(path, "auto", **divided)
+    num_heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+    assert set(asked) == {2}
+    assert blueprint.attention.tokens_over == TENSOR
+    assert {(case.heads.num_heads, case.page_size) for case in trials[1]} == {(num_heads, 16)}
+    part = {"heads": (num_heads, 1, 128, rank), "page_size": 16, "is_part": True}
+    assert list(attention_of(blueprint)) == [part]
 
 
 def test_auto_falls_back_and_says_why(kernels, trials, caplog):
