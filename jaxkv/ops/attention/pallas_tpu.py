@@ -203,15 +203,15 @@ class PallasTpu:
         v_TKH: jax.Array | None,
         at: Place,
         batch: Batch,
-        prepared: Schedule | Divided,
+        prepared: Any,
         terms: Terms,
     ) -> Attended:
         refuse_statistics(at)
         refuse_xla_only(terms)
-        if isinstance(prepared, Divided):
+        if (axis := self._divides(at.store.layout)) is not None:
             if k_TKH is None:
                 raise NotImplementedError(READERS)
-            return self._attend_parts(q_TNH, k_TKH, at, batch, prepared, terms)
+            return self._attend_parts(q_TNH, k_TKH, at, batch, prepared, terms, axis)
         store, layout = at.store, _layout_of(at.store)
         codec, rank = store.codec, layout.latent_dim
         if terms.maps is not None:  # the kernel has this form alone
@@ -268,19 +268,20 @@ class PallasTpu:
         batch: Batch,
         prepared: Divided,
         terms: Terms,
+        axis: str,
     ) -> Attended:
         """Attends decode rows by the kernel, which writes their own tokens where there is nothing
         else to write, and chunks by XLA.
         """
-        store, axis, whole = own_store(at.store), self.tokens_over, at.store.layout
+        store, whole = own_store(at.store), at.store.layout
         if not batch.decode_only:
             store = write(store, k_T1H, None, dest_T=prepared.dest_T, layer=at.layer)
         form = Absorbed(terms.maps, store.layout, terms.scale, axis)
         num_rows = min(len(batch.count_B), len(q_TNH))
-        found_BNR, store = self._decode_parts(
+        softmax, store = self._decode_parts(
             form.enter(q_TNH[:num_rows]), k_T1H[:num_rows, 0], store, at.layer, prepared.schedules
         )
-        out_TNH = form.leave(found_BNR)
+        out_TNH = form.leave(softmax.over(axis).result())
         if not batch.decode_only:
             out_TNH, _ = xla.read(
                 q_TNH,
@@ -301,9 +302,9 @@ class PallasTpu:
         store: Store,
         layer: int | jax.Array,
         schedules: Schedule,
-    ) -> tuple[jax.Array, Store]:
-        """Returns this device's part of what rows come to, [B, N, R], and the store with their new
-        tokens.
+    ) -> tuple[Softmax, Store]:
+        """Returns the softmaxes of rows over this device's part of their pages, [B, N] and [B, N,
+        R], and the store with their new tokens.
         """
         lanes, num_groups = _lanes_of(store), len(schedules.decode.num)
 
@@ -326,10 +327,7 @@ class PallasTpu:
             attend, store.pages, (of_group(q_BNH), of_group(row_BH), schedules)
         )
         out_BNR, max_BN, sum_BN = (x.reshape(-1, *x.shape[2:])[: len(q_BNH)] for x in parts)
-        softmax = Softmax(max_BN, sum_BN, out_BNR * sum_BN[..., None])
-        if self.tokens_over is not None:
-            softmax = softmax.over(self.tokens_over)
-        return softmax.result(), store.with_arrays(pages)
+        return Softmax(max_BN, sum_BN, out_BNR * sum_BN[..., None]), store.with_arrays(pages)
 
 
 def _grouped(x: jax.Array, num_groups: int) -> jax.Array:
