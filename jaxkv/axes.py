@@ -23,6 +23,19 @@ import numpy as np
 
 Array = jax.Array
 
+MeshAxes = str | tuple[str, ...]
+"""Axes of the mesh of devices that divide something together (`jaxkv.placement`)."""
+
+
+def axis_names(axes: MeshAxes | None) -> tuple[str, ...]:
+    """Lists the names of axes."""
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
+def joined(names: tuple[str, ...]) -> MeshAxes | None:
+    """Returns the axes of these names; None for none."""
+    return names[0] if len(names) == 1 else names or None
+
 
 @dataclass(frozen=True, slots=True)
 class ArrayInfo:

@@ -1,67 +1,70 @@
 """Decides where an engine's arrays live: whole on one device, or divided over several by their
 logical axes.
 
-Tensor parallelism over one mesh axis: each device has some of the attention heads with the pages of
-their KV heads, some of the feed-forward dimension or of the experts, and some of the vocabulary;
-what goes from layer to layer is whole on every device. So a layer adds up across devices twice,
-after its attention and after its MLP. Source: Megatron-LM, arXiv 1909.08053, section 3.
+Tensor parallelism: each device has some of the attention heads with the pages of their KV heads,
+some of the feed-forward dimension or of the experts, and some of the vocabulary; what goes from
+layer to layer is whole on every device. So a layer adds up across devices twice, after its
+attention and after its MLP. Source: Megatron-LM, arXiv 1909.08053, section 3.
+
+The mesh has one axis; where there are more devices than KV heads, more: neighbouring devices then
+have the same KV head, which its first axes divide alone, and each attends to it with query heads of
+its own. With KV heads of several numbers, by the kind of layer, there is an axis for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import Parameter, signature
+from itertools import pairwise
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxkv.axes import MeshAxes, axis_names, joined
 from jaxkv.config import is_int
-from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models import differential
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.recurrent import StateArray
 from jaxkv.models.spec import IndexSpec, KVGroup, ModelSpec
 from jaxkv.weights.packing import FACTOR, TABLE, base_name, num_bytes
-from jaxkv.weights.tree import ADAPTER_DOWN, ADAPTER_UP, ADAPTERS, EXPERT
+from jaxkv.weights.tree import ADAPTER_DOWN, ADAPTER_UP, ADAPTERS, EXPERT, LAYERS, stack_name
 
-TENSOR = "tensor"
-"""The mesh axis."""
+TENSOR, COPIES = "tensor", "copies"
+"""The mesh axis, and how the names begin of those along which devices have the same KV heads."""
 
 MUST_DIVIDE = ("heads", "kv_heads", "ffn", "channels")
 """Logical axes whose parts the devices have. "vocab" is divided too where that leaves no rest."""
 
 WHOLE = PartitionSpec()
-EXTREMES = PartitionSpec(None, None, TENSOR)
-PAGES = PartitionSpec(None, TENSOR)
-"""Pages are divided by heads, in the order in which those are stored: a device has the keys of its
-KV heads, then their values.
-"""
-
-TOKENS = PartitionSpec(None, None, TENSOR)
-"""Pages of latent attention, whose rows are of all heads, are divided by tokens if at all."""
 
 EXPERTS = ("experts",)
 """The axes of a routed expert's array where devices have some of the experts each."""
 
+K_AFFINE = f"{LAYERS}.k_affine"
+"""The path of the leaf that `programs.fit_keys` adds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The devices, and for more than one the logical axes of each leaf of the weight tree by its
-    name. states: how the arrays of recurrent states are divided. divides_tokens: of each page of
-    latent attention a device has some of the tokens; else all of them.
+    """The devices, and for more than one what divides the axes of each leaf of the weight tree, by
+    its path: "layers.q". states: how the arrays of recurrent states are divided. context: of the
+    devices that have the same KV heads so many divide the tokens of each page between them. shape:
+    of the mesh, where devices share KV heads.
 
     Hashable: a static argument of steps.
     """
 
     devices: tuple[jax.Device, ...]
-    axes: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
+    axes: tuple[tuple[str, tuple[MeshAxes | None, ...]], ...] = ()
     states: tuple[tuple[PartitionSpec, ...], ...] = ()
-    divides_tokens: bool = False
+    context: int = 1
+    shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         names = ", ".join(map(str, self.devices))
@@ -82,41 +85,41 @@ class Placement:
     def abstract(self, shape: tuple[int, ...], dtype: Any, parts: PartitionSpec = WHOLE) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(parts))
 
-    def weight(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    def weight(self, path: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Returns the sharding of a leaf; one of more dimensions than its logical axes is stacked
         over layers. Of a quantised one (`weights.packing`) columns are divided by groups, or within
         the only one, and all devices have its tables and factors.
         """
+        stack, _, name = path.rpartition(".")
         if name.startswith(ADAPTERS):
-            return self._adapter(name)
-        of = base_name(name)
-        axes = dict(self.axes).get(of, ())
-        if axes == EXPERTS:  # which come behind the layers, also in tables and factors
-            return PartitionSpec(None, TENSOR)
-        if name.endswith((TABLE, FACTOR)):
+            return self._adapter(stack, name)
+        of = base_name(path)
+        parts = list(dict(self.axes).get(of, ()))
+        if parts == [*EXPERTS]:  # which come behind the layers, also in tables and factors
+            return PartitionSpec(None, self.axis)
+        if path.endswith((TABLE, FACTOR)):
             return WHOLE
-        parts = [TENSOR if axis in (*MUST_DIVIDE, "vocab") else None for axis in axes]
         num_stacked = 2 if name.startswith(EXPERT) else 1
-        if len(parts) == 2 and (of != name or len(shape) == 3 + num_stacked):
+        if len(parts) == 2 and (of != path or len(shape) == 3 + num_stacked):
             rows, columns = parts
             has_groups = shape[num_stacked] > 1
             parts = [columns if has_groups else None, rows]
-            parts += [None if has_groups else columns] * (of == name)
+            parts += [None if has_groups else columns] * (of == path)
         return PartitionSpec(*[None] * (len(shape) - len(parts)), *parts)
 
-    def _adapter(self, name: str) -> PartitionSpec:
+    def _adapter(self, stack: str, name: str) -> PartitionSpec:
         """Returns the sharding of adapters: what goes down is divided as the columns of their
         matrix are, what goes up as its rows are.
         """
         of = name.removeprefix(ADAPTER_DOWN).removeprefix(ADAPTER_UP)
-        rows, columns = self.weight(of, (0, 0)) if dict(self.axes).get(of) else (None, None)
+        rows, columns = dict(self.axes).get(f"{stack}.{of}", (None, None))
         parts = (None, columns) if name.startswith(ADAPTER_DOWN) else (rows, None)
         return PartitionSpec(None, None, *parts)
 
     def weights(self, tree: Any) -> Any:
         """Returns the sharding of every leaf of a weight tree."""
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self.weight(path[-1].key, leaf.shape), tree
+            lambda path, leaf: self.weight(".".join(one.key for one in path), leaf.shape), tree
         )
 
     def copied(self, tree: Any) -> Any:
@@ -128,25 +131,37 @@ class Placement:
 
         return jax.tree.map(copy, tree)
 
-    def num_parts_of_columns(self, name: str) -> int:
-        """Returns into how many parts the columns of a matrix are divided."""
-        axes = dict(self.axes).get(name, ())
-        return self.size if axes[-1:] and axes[-1] in MUST_DIVIDE else 1
+    def num_parts(self, parts: MeshAxes | None) -> int:
+        """Returns how many parts these axes of the mesh make."""
+        lengths = dict(zip(self.mesh_names, self.mesh_shape, strict=True))
+        return math.prod(lengths[name] for name in axis_names(parts))
 
-    def of_pages(self, layout: PageLayout) -> tuple[PartitionSpec, PartitionSpec]:
-        """Returns how the pages and the extremes of a store are divided: not by heads where one row
-        is the key of every head.
+    def num_parts_of_columns(self, path: str) -> int:
+        """Returns into how many parts the columns of a matrix are divided."""
+        axes = dict(self.axes).get(path, ())
+        return 1 if axes[-1:] in ((), EXPERTS) else self.num_parts(axes[-1])
+
+    def token_parts(self, num_parts: int) -> int:
+        """Returns over how many devices each page's tokens are divided, where so many divide the
+        heads.
         """
-        if layout.latent_dim is None:
-            return PAGES, EXTREMES
-        return (TOKENS if self.divides_tokens else WHOLE), WHOLE
+        return math.gcd(self.context, self.size // num_parts)
+
+    def of_pages(self, num_parts: int) -> tuple[PartitionSpec, PartitionSpec]:
+        """Returns how the pages and the extremes of a store are divided: by heads, into so many
+        parts, in the order in which those are stored (a device has the keys of its KV heads, then
+        their values), and by tokens over the devices that share them, if at all.
+        """
+        heads = _first(self.mesh_shape, num_parts)
+        tokens = _last(self.mesh_shape, self.token_parts(num_parts))
+        return _spec(None, heads, tokens), _spec(None, None, heads)
 
     def kv(self, kv: PagedKV) -> PagedKV:
         """Returns the sharding of the KV state: `of_pages`, and tables and lengths whole."""
         whole: Any = WHOLE
 
         def of(store: Store) -> Store:
-            parts: Any = self.of_pages(store.layout)
+            parts: Any = self.of_pages(store.layout.num_devices(store.pages))
             pages, extremes = parts
             return replace(
                 store,
@@ -161,8 +176,50 @@ class Placement:
         return replace(kv, stores=tuple(map(of, kv.stores)), rows=rows, states=states)
 
     @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        return self.shape or (self.size,)
+
+    @property
+    def mesh_names(self) -> tuple[str, ...]:
+        return _names(self.mesh_shape)
+
+    @property
+    def axis(self) -> MeshAxes:
+        """Returns what divides something over all devices."""
+        return joined(self.mesh_names) or TENSOR
+
+    @property
     def mesh(self) -> Mesh:
-        return Mesh(np.array(self.devices), (TENSOR,))
+        return Mesh(np.array(self.devices).reshape(self.mesh_shape), self.mesh_names)
+
+
+def _spec(*parts: MeshAxes | None) -> PartitionSpec:
+    """Returns the sharding as XLA gives it back: without what divides nothing at the end."""
+    count = max((i + 1 for i, part in enumerate(parts) if part is not None), default=0)
+    return PartitionSpec(*parts[:count])
+
+
+def _names(shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Returns the names of the axes of a mesh of that shape."""
+    return (TENSOR, *[f"{COPIES}{number}" for number in range(len(shape) - 1)])
+
+
+def _first(shape: tuple[int, ...], num_parts: int) -> MeshAxes | None:
+    """Returns the first axes of a mesh of that shape, which make so many parts."""
+    names: tuple[str, ...] = ()
+    for name, length in zip(_names(shape), shape, strict=True):
+        if num_parts > 1:
+            names, num_parts = (*names, name), num_parts // length
+    return joined(names)
+
+
+def _last(shape: tuple[int, ...], num_parts: int) -> MeshAxes | None:
+    """Returns the last axes of a mesh of that shape, which make so many parts."""
+    names, first = _names(shape), len(shape)
+    while num_parts > 1:
+        first -= 1
+        num_parts //= shape[first]
+    return joined(names[first:])
 
 
 def on_every_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,7 +238,7 @@ def on_every_device(function: Callable[..., Any]) -> Callable[..., Any]:
         kv = [placement.kv(x) for x in inputs[:1] if isinstance(x, PagedKV)]
 
         def on_one(*given: Any) -> tuple[Any, Any]:
-            outputs = function(*given, axis=TENSOR, **static)
+            outputs = function(*given, axis=placement.axis, **static)
             return (outputs[:1], outputs[1:]) if kv else ((), outputs)
 
         divided = jax.shard_map(
@@ -211,35 +268,69 @@ def place(
     context: Any = 1,
     by_expert: bool = False,
 ) -> Placement:
-    """Takes the first `size` of the devices, each with its part of the model. context: as many to
-    divide the tokens of latent attention's pages too, 1 to leave these whole. by_expert: a device
-    has some routed experts and all of each, not a part of each.
+    """Takes the first `size` of the devices, each with its part of the model. context: how many of
+    the devices that have the same KV heads divide the tokens of pages between them. by_expert: a
+    device has some routed experts and all of each, not a part of each.
 
     Raises: ValueError if there are fewer, or the model's heads, feed-forward dimension or experts
     have no such parts, or there is nothing that is to be divided; NotImplementedError for entries
-    of several tokens.
+    of several tokens, scores by distance, and numbers of KV heads that do not divide each other.
     """
     if not is_int(size) or not 1 <= size <= len(devices):
         raise ValueError(
             f"tensor_parallel_size: expected 1 to {len(devices)}, the devices here, got {size!r}"
         )
     _check_context(spec, size, context)
-    leaves = [one for leaves in (layout.top, *layout.layers) for one in leaves.items()]
-    routed = {name for name, leaf in leaves if by_expert and _is_routed(name, leaf)}
+    leaves = _leaves(layout)
+    routed = {path for path, leaf, _ in leaves if by_expert and _is_routed(path, leaf)}
     if by_expert and not routed:
         raise ValueError("enable_expert_parallel: expected False for a model without experts")
-    states = tuple(tuple(map(_state_parts, state.arrays)) for state in spec.states)
+    shape = _mesh_shape(spec, layout, size, context)
+    every = _first(shape, size)
+    states = tuple(
+        tuple(_state_parts(array, every) for array in state.arrays) for state in spec.states
+    )
     if size == 1:
         return Placement((devices[0],), states=states)
+    _check_parts(spec, layout, size, routed)
+
+    def parts(axis: str | None, kind: int) -> MeshAxes | None:
+        if axis == "kv_heads":
+            group, _ = spec.group_of(spec.layers_of(kind)[0])
+            return _first(shape, spec.groups[group].num_parts(size))
+        is_divided = axis in MUST_DIVIDE or (axis == "vocab" and spec.vocab_size % size == 0)
+        return every if is_divided else None
+
+    axes = [
+        (path, tuple(parts(axis, kind) for axis in leaf.info.logical_axes))
+        for path, leaf, kind in leaves
+        if path not in routed
+    ]
+    axes += [(path, EXPERTS) for path in sorted(routed)]
+    axes += [(K_AFFINE, (_first(shape, group.num_parts(size)),)) for group in spec.groups[:1]]
+    return Placement(tuple(devices[:size]), tuple(axes), states, context, shape)
+
+
+def _leaves(layout: Layout) -> list[tuple[str, Leaf, int]]:
+    """Lists the leaves with their paths in the weight tree and their kinds of layers."""
+    found = [(name, leaf, 0) for name, leaf in layout.top.items()]
+    for kind, leaves in enumerate(layout.layers):
+        found += [(f"{stack_name(kind)}.{name}", leaf, kind) for name, leaf in leaves.items()]
+    return found
+
+
+def _check_parts(spec: ModelSpec, layout: Layout, size: int, routed: Collection[str]) -> None:
+    """Raises: ValueError if what devices divide cannot be divided by so many. routed: the paths of
+    experts that are whole.
+    """
     groups = [group for group in spec.groups if group.layers]
     lengths = {("attention heads", group.num_heads or spec.num_heads) for group in groups}
-    lengths |= {("KV heads", one.num_kv_heads) for one in groups if one.latent_dim is None}
     if any(differential.FIRST[0] in own for own in layout.layers):
         lengths.add(("pairs of attention heads", spec.num_heads // 2))
     if spec.attention.output_groups > 1:
         lengths.add(("groups of attention heads", spec.attention.output_groups))
-    for name, leaf in leaves:
-        if name in routed:
+    for path, leaf, _ in _leaves(layout):
+        if path in routed:
             lengths.add(("experts", leaf.num_experts))
             continue
         sizes = zip(leaf.info.logical_axes, leaf.info.shape, strict=True)
@@ -250,89 +341,90 @@ def place(
             lengths.add(("recurrent channels or heads", array.shape[array.axis]))
     for what, length in sorted(lengths):
         if length % size:
-            # Of more devices than KV heads each would have a copy of one (`with_copies`).
-            expected = "a divisor or a multiple" if what == "KV heads" and size % length else ""
             raise ValueError(
-                f"tensor_parallel_size: expected {expected or 'a divisor'} of the model's {length} "
-                f"{what}, got {size}"
+                f"tensor_parallel_size: expected a divisor of the model's {length} {what}, got "
+                f"{size}"
             )
-    divided = {*MUST_DIVIDE, "vocab"} if spec.vocab_size % size == 0 else {*MUST_DIVIDE}
-    axes = [
-        (name, tuple(axis if axis in divided else None for axis in leaf.info.logical_axes))
-        for name, leaf in leaves
-        if name not in routed
-    ]
-    axes += [(name, EXPERTS) for name in sorted(routed)]
-    axes.append(("k_affine", ("kv_heads",)))
-    return Placement(tuple(devices[:size]), tuple(axes), states, divides_tokens=context > 1)
 
 
-def _is_routed(name: str, leaf: Leaf) -> bool:
-    """Tells a routed expert's MLP from heads that are chosen (`models.attention_experts`)."""
-    return name.startswith(EXPERT) and {"heads", "kv_heads"}.isdisjoint(leaf.info.logical_axes)
+def _mesh_shape(spec: ModelSpec, layout: Layout, size: int, context: int) -> tuple[int, ...]:
+    """Returns the shape of the mesh: one axis, or more where devices share KV heads. So many parts
+    as there are of something are those of its first axes, or of its last for tokens.
 
-
-def _check_context(spec: ModelSpec, size: int, context: Any) -> None:
-    """Raises: as `place`."""
-    if not is_int(context) or context not in (1, size):
-        raise ValueError(
-            f"decode_context_parallel_size: expected 1 or tensor_parallel_size {size}, got "
-            f"{context!r}"
+    Raises: ValueError for KV heads that cannot be divided or shared so, NotImplementedError for
+    numbers of them that have no such axes.
+    """
+    numbers = {size}
+    for group in (group for group in spec.groups if group.layers):
+        heads, is_latent = group.num_kv_heads, group.latent_dim is not None
+        is_shared = size % heads == 0 and _can_share(group, layout)
+        if heads % size and not is_shared and not is_latent:
+            expected = "a divisor or a multiple" if _can_share(group, layout) else "a divisor"
+            raise ValueError(
+                f"tensor_parallel_size: expected {expected} of the model's {heads} KV heads, got "
+                f"{size}"
+            )
+        num_parts = group.num_parts(size)
+        numbers |= {num_parts, size // math.gcd(context, size // num_parts)}
+    parts = sorted(numbers - {1}) or [1]
+    shape = [parts[0], *(b // a for a, b in pairwise(parts))]
+    if any(b % a for a, b in pairwise(parts)):
+        raise NotImplementedError(
+            f"tensor_parallel_size: expected numbers of KV heads that divide each other where "
+            f"devices share some, got parts of {', '.join(map(str, parts[:-1]))} with {size}"
         )
-    if context == 1:
-        return
-    expected = f"decode_context_parallel_size: expected 1, got {context},"
-    if not any(group.layers and group.latent_dim for group in spec.groups):
-        raise ValueError(
-            f"{expected} for a model without latent attention, whose pages are divided by heads"
-        )
-    if not isinstance(spec.attention.index, IndexSpec | None) or spec.attention.near:
-        raise NotImplementedError(f"{expected} for a model that makes one entry of several tokens")
+    return tuple(shape)
 
 
 KEY_LEAVES = {"k", "v", "k_bias", "v_bias", "k_norm", "k_norm_bias"}
 """Arrays with a part for each KV head, all that most models have."""
 
 
-def with_copies(spec: ModelSpec, layout: Layout, size: Any) -> tuple[ModelSpec, Layout]:
-    """Returns the model with so many copies of each KV head that each of `size` devices has one;
-    as it is where they have some without, or it keeps more of each KV head than keys and values.
-
-    The query heads of a KV head attend to its copies in turn, each to one, so results are the same.
+def _can_share(group: KVGroup, layout: Layout) -> bool:
+    """Says whether devices may have the same KV heads: not where they keep more of each than keys
+    and values.
     """
-    numbers = [_num_copies(group, size) for group in spec.groups]
-    kinds = [spec.layers_of(kind) for kind in range(len(layout.layers))]
-    if max(numbers) == 1 or layout.also:
-        return spec, layout
-    found = []
-    for layers, leaves in zip(kinds, layout.layers, strict=True):
-        divided = {name for name, leaf in leaves.items() if "kv_heads" in leaf.info.logical_axes}
-        if not divided:
-            found.append(leaves)
-            continue
-        group, _ = spec.group_of(layers[0])
-        if not divided <= KEY_LEAVES:
-            return spec, layout
-        heads, copies = spec.groups[group].num_kv_heads, numbers[group]
-        copied = {name: leaves[name].copied(heads, copies) for name in divided if copies > 1}
-        found.append({**leaves, **copied})
-    groups = [
-        replace(group, num_kv_heads=group.num_kv_heads * copies)
-        for group, copies in zip(spec.groups, numbers, strict=True)
-    ]
-    return replace(spec, groups=tuple(groups)), replace(layout, layers=tuple(found))
+    has_more = any(
+        "kv_heads" in leaf.info.logical_axes and path.rpartition(".")[2] not in KEY_LEAVES
+        for path, leaf, _ in _leaves(layout)
+    )
+    return not (has_more or group.has_index_key or layout.also)
 
 
-def _num_copies(group: KVGroup, size: Any) -> int:
-    """Returns how many copies of each KV head so many devices need."""
-    heads = group.num_kv_heads
-    is_plain = group.layers and group.latent_dim is None and not group.has_index_key
-    return size // heads if is_plain and is_int(size) and size > heads and not size % heads else 1
+def _is_routed(path: str, leaf: Leaf) -> bool:
+    """Tells a routed expert's MLP from heads that are chosen (`models.attention_experts`)."""
+    return path.rpartition(".")[2].startswith(EXPERT) and {"heads", "kv_heads"}.isdisjoint(
+        leaf.info.logical_axes
+    )
 
 
-def _state_parts(array: StateArray) -> PartitionSpec:
-    """Returns how a pool of such states, with layers and slots in front, is divided."""
-    return WHOLE if array.axis is None else PartitionSpec(*[None] * (array.axis + 1), TENSOR)
+def _check_context(spec: ModelSpec, size: int, context: Any) -> None:
+    """Raises: as `place`."""
+    groups = [group for group in spec.groups if group.layers]
+    most = max((size // group.num_parts(size) for group in groups), default=1)
+    expected = f"decode_context_parallel_size: expected 1, got {context!r}"
+    if not is_int(context) or context < 1 or most % context:
+        if not groups:
+            raise ValueError(f"{expected}, for a model without attention")
+        if most == 1:
+            raise ValueError(
+                f"decode_context_parallel_size: expected 1, got {context!r}: each of {size} "
+                f"devices has KV heads of its own"
+            )
+        raise ValueError(
+            f"decode_context_parallel_size: expected a divisor of {most}, got {context!r}: so many "
+            f"of {size} devices have the same KV heads"
+        )
+    asked = spec.attention
+    if context > 1 and (asked.near or not isinstance(asked.index, IndexSpec | None)):
+        raise NotImplementedError(f"{expected}, for a model that makes one entry of several tokens")
+    if context > 1 and asked.has_distances:
+        raise NotImplementedError(f"{expected}, for a model with scores by distance")
+
+
+def _state_parts(array: StateArray, every: MeshAxes | None) -> PartitionSpec:
+    """Returns how a pool of such states, with layers and slots in front, is divided by all."""
+    return WHOLE if array.axis is None else PartitionSpec(*[None] * (array.axis + 1), every)
 
 
 def bytes_per_device(tree: Any) -> int:

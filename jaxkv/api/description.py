@@ -61,14 +61,16 @@ def _matmuls(blueprint: Blueprint) -> list[str]:
 
 def _parts(blueprint: Blueprint) -> str:
     """Says how many devices have a number, where that is not one of them."""
-    if blueprint.kv_copies:
-        return f" ({blueprint.kv_copies} copies of each KV head)"
-    is_latent = any(group.layers and group.latent_dim for group in blueprint.spec.groups)
-    if not is_latent or blueprint.num_devices == 1:
+    shared, placement = blueprint.shared, blueprint.placement
+    if not shared:
         return ""
-    if blueprint.placement.divides_tokens:
-        return f" (of latent attention {blueprint.num_devices} devices divide each page's tokens)"
-    return " (of latent attention on every device)"
+    groups = [group for group in blueprint.spec.groups if group.layers]
+    if placement.context > 1:
+        counts = {placement.token_parts(group.num_parts(placement.size)) for group in groups}
+        return f" ({' or '.join(map(str, sorted(counts)))} devices divide each page's tokens)"
+    if any(group.latent_dim for group in groups):
+        return " (of latent attention on every device)"
+    return f" ({shared} copies of each KV head)"
 
 
 def _row(blueprint: Blueprint, engine: Engine) -> str:

@@ -4,6 +4,7 @@ the kind of its devices, before there are weights or pages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -35,7 +36,7 @@ from jaxkv.models.families import Layout
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, Xla, choose_backend
-from jaxkv.placement import TENSOR, TOKENS, Placement, place, with_copies
+from jaxkv.placement import K_AFFINE, Placement, place
 from jaxkv.programs.compiled import Programs
 from jaxkv.programs.draft import Draft
 from jaxkv.programs.filling import fill
@@ -81,12 +82,12 @@ class Blueprint:
         return self.placement.size
 
     @property
-    def kv_copies(self) -> str:
-        """Says how many copies of each KV head the devices have: "2", or "1 or 2" where layers
-        differ in it; nothing where no layer has any.
+    def shared(self) -> str:
+        """Says how many devices have the same KV heads: "2", or "1 or 2" where layers differ in it;
+        nothing where each has its own.
         """
-        parts = [leaves["k"].part for leaves in self.layout.layers if "k" in leaves]
-        counts = {1 if part is None else part.copies for part in parts}
+        count, groups = self.num_devices, (one for one in self.spec.groups if one.layers)
+        counts = {count // group.num_parts(count) for group in groups}
         return " or ".join(map(str, sorted(counts))) if max(counts, default=1) > 1 else ""
 
     @property
@@ -99,9 +100,19 @@ class Blueprint:
         given = {name: getattr(self.options, name) for name in names}
         if isinstance(backend, Xla):
             given["on_lanes"] = self.platform == "tpu"
-        if self.placement.divides_tokens:
-            given["tokens_over"] = TENSOR
+        if self.placement.context > 1:
+            given["tokens_over"] = self.placement.axis
         return replace(backend, **given)
+
+    def attention_over(self, num_parts: int) -> Backend:
+        """Returns the backend as it is to KV groups whose heads are divided into so many parts."""
+        backend: Any = self.attention
+        is_divided = self.placement.token_parts(num_parts) > 1
+        return (
+            backend
+            if is_divided == (self.placement.context > 1)
+            else replace(backend, tokens_over=None)
+        )
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -199,19 +210,21 @@ class Blueprint:
     def _page_nbytes(self, codecs: Codecs) -> int:
         """Counts one page over all layers of a store, stored in these codecs."""
         nbytes = 0
-        for num_layers, heads, codec in self._stores(codecs):
-            page = self.attention.page_layout(heads, self.limits.block_size, codec)
-            is_divided = self.placement.of_pages(page)[0] == TOKENS
-            nbytes += num_layers * page.nbytes // (self.num_devices if is_divided else 1)
+        for num_layers, heads, codec, num_parts in self._stores(codecs):
+            attention = self.attention_over(num_parts)
+            page = attention.page_layout(heads, self.limits.block_size, codec)
+            nbytes += num_layers * page.nbytes // self.placement.token_parts(num_parts)
         return nbytes
 
-    def _stores(self, codecs: Codecs) -> list[tuple[int, Heads, Codec]]:
-        """Lists the stores, each with its layers, what attention has to do there, and its codec:
-        one for all KV groups if their pages are alike, else one for each. Pages in other codecs,
-        that they are demoted to, are divided as they are.
+    def _stores(self, codecs: Codecs) -> list[tuple[int, Heads, Codec, int]]:
+        """Lists the stores, each with its layers, what attention has to do there, its codec, and
+        into how many parts devices divide its heads: one for all KV groups if their pages are
+        alike, else one for each. Pages in other codecs, that they are demoted to, are divided as
+        they are.
         """
         sizes = [len(group.layers) for group in self.spec.groups]
-        each = list(zip(sizes, self._heads, codecs, strict=True))
+        parts = [group.num_parts(self.num_devices) for group in self.spec.groups]
+        each = list(zip(sizes, self._heads, codecs, parts, strict=True))
         if not are_alike(self.spec, self.codecs) or self.limits.read_pages:
             return each
         # Groups with page tables of their own take turns: a page is of one of them.
@@ -270,13 +283,13 @@ class Blueprint:
     @cached_property
     def weight_bytes(self) -> int:
         """Counts the weights, a draft model's too; a head that may be tied is."""
-        total, size = 0 if self.draft is None else self.draft.weight_bytes, self.num_devices
+        total = 0 if self.draft is None else self.draft.weight_bytes
         kept = self.kept
         for leaf in sure_leaves(self.spec, self.layout, self.quantization):
             arrays = leaf_arrays(leaf, self.layout.quantisation, kept)
             for suffix, (shape, dtype) in arrays.items():
-                is_divided = TENSOR in self.placement.weight(leaf.name + suffix, shape)
-                total += num_bytes(shape, dtype) // (size if is_divided else 1)
+                parts = self.placement.weight(leaf.path + suffix, shape)
+                total += num_bytes(shape, dtype) // math.prod(map(self.placement.num_parts, parts))
         return total
 
     # --- what is built from it
@@ -350,7 +363,7 @@ class Blueprint:
             return weights
         # The leaf that `programs.fit_keys` adds.
         shape = (spec.num_layers, spec.groups[0].num_kv_heads * 2 * spec.groups[0].head_dim)
-        parts = placement.weight("k_affine", shape)
+        parts = placement.weight(K_AFFINE, shape)
         return with_layer_leaf(weights, "k_affine", placement.abstract(shape, jnp.float32, parts))
 
     def empty_kv(self) -> PagedKV:
@@ -364,8 +377,8 @@ class Blueprint:
         return self._empty(self.placement)
 
     def _check_count(self) -> None:
-        for num_layers, heads, _ in self._stores(self.codecs):
-            kv_heads = heads.num_kv_heads * self._num_parts(heads)
+        for num_layers, heads, _, num_parts in self._stores(self.codecs):
+            kv_heads = heads.num_kv_heads * num_parts
             count = num_layers * self.limits.num_pages * 2 * kv_heads
             if count >= 2**31:
                 raise ValueError(
@@ -388,10 +401,6 @@ class Blueprint:
     def _heads(self) -> tuple[Heads, ...]:
         return heads_of(self.spec, num_devices=self.num_devices)
 
-    def _num_parts(self, heads: Heads) -> int:
-        """Counts the devices that divide a store's heads."""
-        return self.num_devices if heads.latent_dim is None else 1
-
     def _empty(self, placement: Placement | None) -> PagedKV:
         """Returns `empty_kv`. placement: where it is allocated; without one on the default device,
         whatever it is divided over.
@@ -401,22 +410,24 @@ class Blueprint:
         def where(parts: PartitionSpec) -> jax.sharding.Sharding | None:
             return None if placement is None else placement.sharding(parts)
 
-        def empty(num_layers: int, heads: Heads, codec: Codec, num_pages: int) -> Store:
-            layout = self.attention.page_layout(heads, limits.block_size, codec)
-            pages, extremes = self.placement.of_pages(layout)
-            num_devices = self._num_parts(heads)
+        def empty(
+            num_layers: int, heads: Heads, codec: Codec, num_parts: int, num_pages: int
+        ) -> Store:
+            attention = self.attention_over(num_parts)
+            layout = attention.page_layout(heads, limits.block_size, codec)
+            pages, extremes = self.placement.of_pages(num_parts)
             made = empty_store(
                 num_layers=num_layers,
                 layout=layout,
                 num_pages=num_pages,
-                num_devices=num_devices,
+                num_devices=num_parts,
                 device=where(pages),
             )
             if not limits.read_pages or heads.window is not None:
                 return made
             return choosing(
                 made,
-                heads.num_kv_heads * num_devices,
+                heads.num_kv_heads * num_parts,
                 heads.head_dim,
                 num_read=limits.read_pages,
                 device=where(extremes),
@@ -486,7 +497,6 @@ def make_blueprint(
     skipped = options.kv_cache_dtype_skip_layers
     spec = spec.apart(exact_layers(spec, skipped))
     _check_quantization(options.quantization, layout)
-    spec, layout = with_copies(spec, layout, options.tensor_parallel_size)
     placement = _place(options, spec, layout, devices)
     platform = placement.devices[0].platform
     dtype = options.dtype
@@ -599,9 +609,9 @@ def _choose_backend(
             platform=device.platform,
             compute_capability=getattr(device, "compute_capability", None),
             kv_policy=kv_policy,
-            token_parts=placement.size if placement.divides_tokens else 1,
+            token_parts=placement.token_parts(group.num_parts(placement.size)),
         )
-        for codec in codecs
+        for group, codec in zip(spec.groups, codecs, strict=True)
     ]
     heads = heads_of(spec, num_devices=placement.size)
     return choose_backend(options.backend, heads, needs, deterministic=options.deterministic)
@@ -624,10 +634,10 @@ def _under_policy(everything: Blueprint) -> Blueprint:
         raise NotImplementedError(
             f"kv_policy {name}: expected full for a model whose layers keep recurrent states"
         )
-    if everything.placement.divides_tokens:
+    if everything.placement.context > 1:
         raise NotImplementedError(
             f"kv_policy {name}: expected full with decode_context_parallel_size "
-            f"{everything.num_devices}"
+            f"{everything.options.decode_context_parallel_size}"
         )
     if everything.spec.attention.index is not None:
         raise NotImplementedError(

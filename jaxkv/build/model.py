@@ -24,7 +24,7 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NUM_STOP_TOKENS
-from jaxkv.placement import Placement, bytes_per_device, with_copies
+from jaxkv.placement import K_AFFINE, Placement, bytes_per_device
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.arrays import flat, take_weights
 from jaxkv.weights.dummy import random_weights
@@ -149,8 +149,7 @@ class Model:
             load_format="auto" if own.load_format == "dummy" else own.load_format,
         )
         found = find_model(options, self.tokenizer)
-        spec, layout = with_copies(found.spec, found.layout, blueprint.num_devices)
-        if spec.joined() != self.spec.joined():
+        if found.spec.joined() != self.spec.joined():
             raise CheckpointError(
                 f"{found.directory}: expected weights of the model that was loaded, got a "
                 f"config.json of another one"
@@ -161,7 +160,7 @@ class Model:
                 f"{found.directory}: {MODULES}: expected the pooling of the model that was loaded, "
                 f"got another one"
             )
-        blueprint = replace(blueprint, options=options, layout=layout)
+        blueprint = replace(blueprint, options=options, layout=found.layout)
         other = replace(
             self,
             directory=found.directory,
@@ -207,12 +206,6 @@ class Model:
         source: Any = arrays
         if arrays is None:
             load = load_weights if self.stored_dtype is None else load_converted
-            if self.stored_dtype is not None and layout != self.layout:
-                raise ValueError(
-                    f"tensor_parallel_size: expected a divisor of the model's KV heads for weights "
-                    f"that jaxkv convert has stored, got {blueprint.num_devices}: load what they "
-                    f"were converted from"
-                )
             source = self._files(options)
         weights = load(source, spec, layout, kept)
         if blueprint.quantization in WITH_HEAD and HEAD in layout.top:
@@ -392,7 +385,7 @@ def with_fitted_keys(
     (`programs.fit_keys`).
     """
     affine = fit_keys(weights, token_T, spec=spec, placement=placement)
-    return with_layer_leaf(weights, "k_affine", put(affine, "k_affine", placement))
+    return with_layer_leaf(weights, "k_affine", put(affine, K_AFFINE, placement))
 
 
 def _eos_ids(

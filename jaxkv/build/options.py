@@ -237,8 +237,8 @@ class EngineOptions:
     )
     decode_context_parallel_size: int = option(
         1,
-        "tensor_parallel_size, to divide the tokens of latent attention's KV cache between the "
-        "devices, each of which has all of it else",
+        "how many of the devices that have the same KV heads, which with latent attention are all "
+        "of tensor_parallel_size, divide the tokens of the KV cache between them",
         commands=ENGINES + TARGETS,
         aliases=("-dcp",),
     )

@@ -103,15 +103,18 @@ def needs_trial(blueprint: Blueprint) -> bool:
 def _verdicts(blueprint: Blueprint) -> Iterator[Verdict]:
     """Tries the kernel with what each KV group asks for, until somebody has heard enough."""
     device, count = blueprint.placement.devices[0], blueprint.num_devices
-    folder, num_parts = report_folder(device), count if blueprint.placement.divides_tokens else 1
-    cases = []
-    for heads, codec in zip(
-        heads_of(blueprint.spec, num_devices=count), blueprint.codecs, strict=True
-    ):
-        own, page_size = of_part(heads, blueprint.limits.block_size, num_parts)
-        cases += make_cases(own, codec, page_size)
-    for case in dict.fromkeys(cases):
-        yield find_verdict(case, blueprint.backend, blueprint.attention, device, folder)
+    folder, spec, cases = report_folder(device), blueprint.spec, []
+    of_groups = zip(spec.groups, heads_of(spec, num_devices=count), blueprint.codecs, strict=True)
+    for group, heads, codec in of_groups:
+        num_parts = group.num_parts(count)
+        token_parts, attention = (
+            blueprint.placement.token_parts(num_parts),
+            blueprint.attention_over(num_parts),
+        )
+        own, page_size = of_part(heads, blueprint.limits.block_size, token_parts)
+        cases += [(case, attention) for case in make_cases(own, codec, page_size)]
+    for case, attention in dict.fromkeys(cases):
+        yield find_verdict(case, blueprint.backend, attention, device, folder)
 
 
 def make_cases(heads: Heads, codec: Codec, page_size: int) -> list[Case]:

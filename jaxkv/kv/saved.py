@@ -76,8 +76,6 @@ class Origin:
             if own == value or is_free or (convert and name in STORED):
                 continue
             hint = "; restore(path, convert=True) stores it anew" if name in STORED else ""
-            if name == "model":
-                hint = "; of another config.json, or with other copies of KV heads on its devices"
             raise SavedFileError(
                 f"{where}: {name}: expected {own!r}, which this engine has, got {value!r}{hint}"
             )

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.axes import MeshAxes
 from jaxkv.models.spec import ModelSpec
 
 NUM_DIMS = 2
@@ -54,7 +55,7 @@ def with_positions(
     slopes_N: np.ndarray,
     *,
     scale: float,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns queries and keys with NUM_DIMS dimensions more. scale: of the scores. axis: the mesh
     axis over which heads are divided; slopes_N are those of all.

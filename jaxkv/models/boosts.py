@@ -11,6 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.ops.layers import linear_over
 from jaxkv.ops.matrices import values
 from jaxkv.weights.tree import Weights
@@ -27,7 +28,7 @@ def with_boosts(
     v_TKH: jax.Array,
     w: Weights,
     head_dim: int,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns queries and keys with NUM_DIMS dimensions more, where scores are divided by
     the square root of `head_dim`. axis: the mesh axis over which heads are divided; what keys are

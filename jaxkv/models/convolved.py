@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxkv.axes import Array
+from jaxkv.axes import Array, MeshAxes
 from jaxkv.models.recurrent import Convolved
 from jaxkv.ops.layers import linear, total, total_over
 from jaxkv.ops.recurrent import Rows, short_conv
@@ -33,7 +33,7 @@ def project(
     rows: Rows,
     *,
     head_dim: int,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> tuple[Array, Array, Array, States]:
     """Computes rotated queries [T, N, H] and keys [T, K, H], values [T, K, H], and the states after
     these tokens. axis: the mesh axis over which heads are divided.
@@ -84,7 +84,7 @@ def _mixed(seen_TNX: Array, w: Weights, name: str) -> Array:
 
 
 def _values(
-    x_TD: Array, w: Weights, last: Array, rows: Rows, axis: str | None
+    x_TD: Array, w: Weights, last: Array, rows: Rows, axis: MeshAxes | None
 ) -> tuple[Array, Array]:
     """Computes values, whose second half is that of the token before, and the last ones of rows.
     Devices have whole heads of the result, and so all of what makes it.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.axes import MeshAxes
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models import altup, depth, hyper, latent, passes, routing
 from jaxkv.models.layer import Layers
@@ -37,7 +38,7 @@ def forward(
     *,
     spec: ModelSpec,
     backend: str | Attention,
-    axis: str | None = None,
+    axis: MeshAxes | None = None,
     embedded_TD: jax.Array | None = None,
 ) -> tuple[PagedKV, jax.Array, Statistics | None]:
     """Runs the packed tokens through all layers and stores their keys and values.
@@ -130,7 +131,7 @@ def body_of(weights: Weights) -> Weights:
 
 
 def logits(
-    weights: Weights, x_TD: jax.Array, *, spec: ModelSpec, axis: str | None = None
+    weights: Weights, x_TD: jax.Array, *, spec: ModelSpec, axis: MeshAxes | None = None
 ) -> jax.Array:
     """Applies the final norm and the head: [T, D] -> [T, V] float32."""
     x_TD = normed(x_TD, weights, "norm", spec)
@@ -154,7 +155,7 @@ def logits(
 
 
 def embed(
-    weights: Weights, token_T: jax.Array, *, spec: ModelSpec, axis: str | None = None
+    weights: Weights, token_T: jax.Array, *, spec: ModelSpec, axis: MeshAxes | None = None
 ) -> jax.Array:
     """Looks up the tokens' embeddings [T, D] float32, of which a device may have some rows, and
     takes smaller ones to the stream's size. They are as stored: `forward` scales them.
@@ -172,7 +173,7 @@ def embed_scale(weights: Weights, spec: ModelSpec) -> float:
 
 
 def _embedded(
-    embed_VD: jax.Array, token_T: jax.Array, spec: ModelSpec, axis: str | None
+    embed_VD: jax.Array, token_T: jax.Array, spec: ModelSpec, axis: MeshAxes | None
 ) -> jax.Array:
     num_rows = embed_VD.shape[0]
     if axis is None or num_rows == spec.vocab_size:
@@ -183,7 +184,7 @@ def _embedded(
 
 
 def _of_all_devices(
-    statistics: Statistics | None, before: Statistics | None, axis: str | None
+    statistics: Statistics | None, before: Statistics | None, axis: MeshAxes | None
 ) -> Statistics | None:
     """Adds up over devices what their own heads have added to the statistics."""
     if axis is None or statistics is None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.axes import MeshAxes
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import (
     alibi,
@@ -113,7 +114,7 @@ class Layers:
         embedded_TD: jax.Array,
         *,
         spec: ModelSpec,
-        axis: str | None,
+        axis: MeshAxes | None,
     ) -> None:
         self._weights, self._spec, self._axis = weights, spec, axis
         self._embedded_TD = embedded_TD
@@ -523,7 +524,7 @@ class Layers:
         return {**w, SEEN: seen_TX}, held._replace(view_TX=view_TX)
 
     def _norm_of_experts(
-        self, w: Weights, axis: str | None
+        self, w: Weights, axis: MeshAxes | None
     ) -> Callable[[jax.Array], jax.Array] | None:
         """Returns the norm of what each expert gives, None where there is none. It is of what all
         devices along the axis give together, and the first one's counts where they are added up
@@ -625,7 +626,7 @@ class Layers:
         return y_TD if given_T1 is None else y_TD + given_T1 * x_TD
 
 
-def _own_experts(expert_TK: jax.Array, num_own: int, axis: str | None) -> jax.Array:
+def _own_experts(expert_TK: jax.Array, num_own: int, axis: MeshAxes | None) -> jax.Array:
     """Returns which of this device's experts tokens have chosen: past the last one for those of
     other devices, and for none.
     """

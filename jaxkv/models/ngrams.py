@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.axes import Array
+from jaxkv.axes import Array, MeshAxes
 from jaxkv.models.hyper import by_token, normed_by_stream
 from jaxkv.models.recurrent import Ngrams
 from jaxkv.models.spec import ModelSpec
@@ -29,7 +29,7 @@ def with_ngrams(
     states: tuple[Array, ...],
     rows: Rows,
     spec: ModelSpec,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> tuple[Array, tuple[Array, ...]]:
     """Returns the streams with what n-grams say of their tokens, and the states after these. axis:
     the mesh axis over which the numbers of a table's rows are divided.

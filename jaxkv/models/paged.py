@@ -175,8 +175,7 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
     return tuple(
         Heads(
             num_heads=(group.num_heads or spec.num_heads) // num_devices,
-            # What all query heads share every device has.
-            num_kv_heads=group.num_kv_heads // (1 if group.latent_dim is not None else num_devices),
+            num_kv_heads=group.num_kv_heads // group.num_parts(num_devices),
             head_dim=group.head_dim,
             window=group.window,
             chunk=group.window if group.is_chunked else None,

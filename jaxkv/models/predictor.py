@@ -11,6 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
@@ -39,7 +40,7 @@ def predict(
     *,
     spec: ModelSpec,
     backend: str | Attention,
-    axis: str | None = None,
+    axis: MeshAxes | None = None,
 ) -> tuple[PagedKV, jax.Array]:
     """Runs the packed tokens through the layer and stores its keys and values.
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.models import boosts, differential
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import BlockIndexSpec, ModelSpec
@@ -32,7 +33,7 @@ def project(
     rope: Rotation | None,
     spec: ModelSpec,
     head_dim: int,
-    axis: str | None,
+    axis: MeshAxes | None,
     made: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Computes rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H or less], which

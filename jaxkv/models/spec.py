@@ -315,6 +315,12 @@ class KVGroup:
         vectors = self.num_kv_heads * (2 if self.latent_dim is None else 1) + self.has_index_key
         return vectors * self.head_dim
 
+    def num_parts(self, num_devices: int) -> int:
+        """Returns into how many parts so many devices divide the KV heads; where that is fewer,
+        neighbouring devices have the same ones.
+        """
+        return 1 if self.latent_dim is not None else math.gcd(self.num_kv_heads, num_devices)
+
 
 NO_KEYS = KVGroup(layers=(), num_kv_heads=1, head_dim=0, latent_dim=0)
 """The KV group of a model without attention. Its pages hold nothing: they are what tokens are

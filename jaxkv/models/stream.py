@@ -7,6 +7,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.models.spec import ModelSpec, OwnNorm
 from jaxkv.ops.layers import ACTIVATIONS, layer_norm, linear, rms_norm, shortened
 from jaxkv.ops.matrices import values
@@ -17,7 +18,7 @@ LEAST_KEPT = 1e-3
 
 
 def normed(
-    x: jax.Array, w: Weights, name: str, spec: ModelSpec, *, axis: str | None = None
+    x: jax.Array, w: Weights, name: str, spec: ModelSpec, *, axis: MeshAxes | None = None
 ) -> jax.Array:
     """Applies the norm of that name over the last axis; the same x where the model has none. What
     the norm gives is gated by a map of low rank of it where the weights have one (A.X-K2).

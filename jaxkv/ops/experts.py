@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv.axes import Array
+from jaxkv.axes import Array, MeshAxes
 from jaxkv.ops.layers import rounded, softmax, total, total_over
 
 CPU_ROWS, ROWS = ((2, 4), (31, 16), (None, 64)), 128
@@ -166,7 +166,7 @@ class Router:
         return jnp.where(kept, rank_TGX, outside).reshape(rank_TE.shape)
 
 
-def weighed_parts(up_TF: Array, weight_TS: Array, axis: str | None) -> Array:
+def weighed_parts(up_TF: Array, weight_TS: Array, axis: MeshAxes | None) -> Array:
     """Weighs equal parts of what goes down in the MLP for all tokens, of which devices along `axis`
     have some columns.
     """

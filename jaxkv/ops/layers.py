@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.axes import Array
+from jaxkv.axes import Array, MeshAxes
 from jaxkv.ops import native
 from jaxkv.ops.adapters import Adapted
 from jaxkv.ops.matrices import AnyMatrix, Chosen, Matrix, Packed, Summed, dot
@@ -118,7 +118,11 @@ def linear_by_group(x_TD: Array, w: AnyMatrix | Adapted) -> Array:
 
 
 def linear_over(
-    x_TD: Array, w: AnyMatrix | Adapted | Chosen, bias_F: Array | None = None, *, axis: str | None
+    x_TD: Array,
+    w: AnyMatrix | Adapted | Chosen,
+    bias_F: Array | None = None,
+    *,
+    axis: MeshAxes | None,
 ) -> Array:
     """Computes `linear` where each device along the mesh axis has some columns of x and w: their
     products are added up.
@@ -126,7 +130,7 @@ def linear_over(
     return add_up(linear(x_TD, w), bias_F, axis)
 
 
-def add_up(y_TF: Array, bias_F: Array | None, axis: str | None) -> Array:
+def add_up(y_TF: Array, bias_F: Array | None, axis: MeshAxes | None) -> Array:
     if axis is not None:
         y_TF = jax.lax.psum(y_TF, axis)
     return y_TF if bias_F is None else y_TF + bias_F.astype(jnp.float32)[None, :]
@@ -229,7 +233,7 @@ def _softmax_by_tiles(x: Array) -> Array:
     return weight / total(weight)[..., None]
 
 
-def rms_norm(x: Array, scale: Array, *, eps: float, axis: str | None = None) -> Array:
+def rms_norm(x: Array, scale: Array, *, eps: float, axis: MeshAxes | None = None) -> Array:
     """Normalises by the root mean square over the last axis, of which each device along the mesh
     axis has an equal part. Float32 in and out. Source: arXiv 1910.07467, equation 4.
     """
@@ -300,7 +304,7 @@ def mlp(
     cutoff: float | None = None,
     norm: Callable[[Array], Array] | None = None,
     soft_limits: tuple[float, float] | None = None,
-    axis: str | None = None,
+    axis: MeshAxes | None = None,
 ) -> Array:
     """Computes down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate, each with its bias
     where `w` has one; `axis` as in `linear_over`. gate_factor: of what goes into act. limit,
@@ -361,7 +365,7 @@ def _whole(
     join: Join,
     cutoff: float | None,
     norm: Callable[[Array], Array] | None,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> Array:
     """Returns what goes down, where all of a token decides on each number."""
     if cutoff is not None:
@@ -386,7 +390,7 @@ def _with_gains(join: Join, w: Mapping[str, Any], factor: float) -> Join:
     return gained
 
 
-def beyond(x: Array, cutoff: float, *, axis: str | None) -> Array:
+def beyond(x: Array, cutoff: float, *, axis: MeshAxes | None) -> Array:
     """Returns how far values exceed a bound, 0 for those that do not: `cutoff` standard deviations
     above the mean over the last axis, of which each device along the mesh axis has an equal part.
     Source: statistical top-k, arXiv 2506.06644, section 3.

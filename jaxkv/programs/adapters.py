@@ -22,7 +22,7 @@ def write_adapter(
         leaf = jax.lax.dynamic_update_index_in_dim(leaf, new, slot, 1)
         if placement is None or placement.size == 1:
             return leaf
-        parts = placement.weight(path[-1].key, leaf.shape)
+        parts = placement.weight(".".join(one.key for one in path), leaf.shape)
         return jax.lax.with_sharding_constraint(leaf, placement.sharding(parts))
 
     return jax.tree_util.tree_map_with_path(write, adapters, own)

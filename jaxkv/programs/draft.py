@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import decoder
 from jaxkv.models.predictor import predict, with_shared
@@ -48,7 +49,7 @@ def follow(
     draft: Draft | None,
     *,
     spec: ModelSpec,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> PagedKV:
     """Has the draft model store its keys and values of a step's tokens; the same state without one.
 
@@ -89,7 +90,7 @@ def draw_ahead(
     *,
     draft: Draft,
     num_tokens: int,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> tuple[PagedKV, jax.Array]:
     """Returns the state and what the draft model draws behind the newest token of each row,
     [B, num_tokens] int32.
@@ -176,7 +177,7 @@ def catch_up(
     budget_B: jax.Array,
     *,
     draft: Draft,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> tuple[PagedKV, jax.Array]:
     """Has the layer that predicts store its keys and values of fresh tokens; not of the newest one
     in rows without a budget, which the model has not stored either.
@@ -206,7 +207,7 @@ def predict_ahead(
     *,
     draft: Draft,
     num_tokens: int,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> tuple[PagedKV, jax.Array]:
     """Returns the state and what the layer that predicts draws behind the newest token of each row,
     [B, num_tokens] int32, as `draw_ahead` does.
@@ -244,7 +245,7 @@ def _predict(
     before_TD: jax.Array,
     *,
     draft: Draft,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> tuple[PagedKV, jax.Array]:
     """Runs `predict` with the layer's stores of its own state, of which the last one stays."""
     *stores, hidden = own.stores

@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import (
@@ -43,7 +44,7 @@ def draw(
     *,
     spec: ModelSpec,
     num_logprobs: int = NUM_LOGPROBS,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> tuple[Newest, Sampled]:
     """Draws the token that follows the last one of each of the step's first rows, of which there
     are as many as `sampling` has.
@@ -66,7 +67,7 @@ def prompt_scores(
     *,
     spec: ModelSpec,
     num_logprobs: int = NUM_LOGPROBS,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> Scores:
     """Computes `score` of the next token of each packed one, where it is wanted (target_T >= 0),
     else anything.

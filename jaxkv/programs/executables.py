@@ -29,7 +29,7 @@ import numpy as np
 from jax._src import config, core
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.stages import ArgInfo, Compiled
 from jax.tree_util import PyTreeDef, default_registry
 
@@ -280,7 +280,7 @@ def _restored(
 def _array_as_json(x: Any) -> list[Any]:
     """Returns shape, dtype, and the axes of the mesh that an array or its type is on, if any."""
     mesh = getattr(getattr(x, "sharding", None), "mesh", None)
-    axes = [] if mesh is None else list(mesh.axis_names)
+    axes = [] if mesh is None else _axes(mesh)
     return [list(x.shape), jnp.dtype(x.dtype).name, bool(getattr(x, "weak_type", False)), axes]
 
 
@@ -294,21 +294,28 @@ def _array(saved: Sequence[Any], devices: Sequence[jax.Device]) -> Any:
 
 
 def _parts_as_json(sharding: Any) -> list[Any] | None:
-    """Returns the mesh's axes, and which of them divides each dimension; None for one device."""
+    """Returns the mesh's axes, and which of them divide each dimension; None for one device."""
     if not isinstance(sharding, NamedSharding):
         return None
-    return [list(sharding.mesh.axis_names), list(sharding.spec)]
+    return [_axes(sharding.mesh), list(sharding.spec)]
 
 
 def _sharding(parts: Sequence[Any] | None, devices: Sequence[jax.Device]) -> Any:
     if parts is None:
         return SingleDeviceSharding(devices[0])
     axes, divided = parts
-    return NamedSharding(_mesh(axes, devices), PartitionSpec(*divided))
+    entries = (tuple(one) if isinstance(one, list) else one for one in divided)
+    return NamedSharding(_mesh(axes, devices), PartitionSpec(*entries))
 
 
-def _mesh(axes: Sequence[str], devices: Sequence[jax.Device]) -> Mesh:
-    return Mesh(np.array(devices).reshape(-1, *[1] * (len(axes) - 1)), tuple(axes))
+def _axes(mesh: Mesh | AbstractMesh) -> list[list[Any]]:
+    """Returns the names of a mesh's axes with their lengths."""
+    return [list(one) for one in mesh.shape.items()]
+
+
+def _mesh(axes: Sequence[Sequence[Any]], devices: Sequence[jax.Device]) -> Mesh:
+    names, lengths = zip(*axes, strict=True)
+    return Mesh(np.array(devices).reshape(lengths), names)
 
 
 def _nodes(tree: PyTreeDef) -> Iterator[Any]:

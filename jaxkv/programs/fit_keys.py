@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,15 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.axes import MeshAxes
 from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import PagedKV, PageTables, Store, empty_store
 from jaxkv.models import decoder
 from jaxkv.models.paged import heads_of
-from jaxkv.models.spec import ModelSpec
+from jaxkv.models.spec import KVGroup, ModelSpec
 from jaxkv.ops.attention import Attended, Batch, Heads, Place, Terms
 from jaxkv.ops.attention.base import refuse_chunks, refuse_latents, refuse_xla_only
-from jaxkv.placement import PAGES, Placement, on_every_device
+from jaxkv.ops.attention.divided import sharing
+from jaxkv.placement import Placement, on_every_device
 from jaxkv.weights.tree import Weights
 
 
@@ -89,8 +91,10 @@ def fit_keys(
     changes them by (q / f) . e: on average least for f^2 = |q| / |k - m| in each channel
     (Cauchy-Schwarz), taken over a sequence of these T tokens.
     """
-    where = None if placement is None else placement.sharding(PAGES)
-    num_devices = 1 if placement is None else placement.size
+    num_devices = 1
+    if placement is not None:
+        # Moments are of no tokens that devices could divide.
+        placement, num_devices = replace(placement, context=1), placement.size
     none: Any = np.zeros((1, 1), np.int32)
     codec, stores = PlainCodec(dtype="float32"), []
     for group, heads in zip(spec.groups, heads_of(spec, num_devices=num_devices), strict=True):
@@ -103,8 +107,7 @@ def fit_keys(
                 codec=codec,
             ),
             num_pages=1,
-            num_devices=num_devices,
-            device=where,
+            num_devices=group.num_parts(num_devices),
         )
         stores.append(made)
     position_T: Any = np.arange(len(token_T), dtype=np.int32)
@@ -137,6 +140,14 @@ def _affine(moments_K3H: np.ndarray) -> np.ndarray:
 @partial(jax.jit, static_argnames=("spec", "placement"))
 @on_every_device
 def _moments(
-    weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, axis: str | None
+    weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, axis: MeshAxes | None
 ) -> tuple[PagedKV]:
-    return (decoder.forward(weights, kv, batch, spec=spec, backend=Moments(), axis=axis)[0],)
+    kv, *_ = decoder.forward(weights, kv, batch, spec=spec, backend=Moments(), axis=axis)
+
+    def over_all(store: Store, group: KVGroup) -> Store:
+        # Devices that share KV heads have met each its own queries.
+        num_devices = 1 if axis is None else jax.lax.axis_size(axis)
+        over = sharing(axis, group.num_parts(num_devices))
+        return store if over is None else store.with_arrays(jax.lax.pmean(store.pages, over))
+
+    return (replace(kv, stores=tuple(map(over_all, kv.stores, spec.groups))),)

@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
@@ -61,7 +62,7 @@ def decode_loop(
     width: int,
     num_logprobs: int = NUM_LOGPROBS,
     draft: Draft | None = None,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> tuple[PagedKV, Newest, Rows, Sampled, Statistics | None]:
     """Generates up to n tokens for each row, ending early when every row has met a stop token or
     its budget.

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.models.spec import ModelSpec
 from jaxkv.models.stream import normed
 from jaxkv.ops.attention import Batch
@@ -26,7 +27,7 @@ def pool(
     *,
     kind: str,
     spec: ModelSpec,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> jax.Array:
     """Returns what this step has of each row's vector, [B, D] float32, behind the final norm: the
     state of its last token here, of its first ("cls"), or the sum of all ("mean"). Rows without

@@ -18,6 +18,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.config import Speculation
 from jaxkv.kv.state import PagedKV, copy_state
 from jaxkv.models import decoder
@@ -101,7 +102,7 @@ def speculative_loop(
     speculation: Speculation,
     num_logprobs: int = NUM_LOGPROBS,
     draft: Draft | None = None,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> tuple[PagedKV, Newest, jax.Array | None, Sampled, Drafts]:
     """Generates rows.budget_B tokens, `width` at most, for each row, up to a stop token.
 
@@ -211,7 +212,7 @@ def _propose(
     sampling: Sampling,
     speculation: Speculation,
     draft: Draft | None,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> _State:
     """Proposes what comes next in each row, by a draft model or out of its text."""
     kv, rows, most = state.kv, state.rows, speculation.num_tokens
@@ -285,7 +286,7 @@ def _advance(
     spec: ModelSpec,
     backend: str | Backend,
     num_logprobs: int,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> _State:
     """Runs one step of each row's newest token and the first `num_ahead` proposed ones. slots_BA:
     of recurrent states after each of them (`_slots_ahead`).

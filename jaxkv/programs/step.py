@@ -10,6 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
@@ -30,7 +31,7 @@ def logits_step(
     *,
     spec: ModelSpec,
     backend: str,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> tuple[PagedKV, jax.Array]:
     """Runs a ragged step and returns the logits of each row's last token, [B, V] float32, instead
     of sampling from them. Consumes `kv`; otherwise as `step`.
@@ -107,7 +108,7 @@ def step(
     spec: ModelSpec,
     backend: str | Backend,
     draft: Draft | None = None,
-    axis: str | None,
+    axis: MeshAxes | None,
 ) -> tuple[PagedKV, Last, jax.Array, Statistics | None]:
     """Runs one ragged step, prefill chunks and decode tokens together, through the layers. What
     follows from its hidden states are programs of their own (`programs.draw`): the next token of

@@ -75,9 +75,12 @@ def attention_of(made: Blueprint) -> Iterator[dict[str, Any]]:
     from kernels_pallas.tpu import padded_head_dim
 
     seen = []
-    num_parts = made.num_devices if made.placement.divides_tokens else 1
-    for group in heads_of(made.spec, num_devices=made.num_devices):
-        heads, page_size = of_part(group, made.limits.block_size, num_parts)
+    of_groups = zip(
+        made.spec.groups, heads_of(made.spec, num_devices=made.num_devices), strict=True
+    )
+    for group, heads in of_groups:
+        num_parts = made.placement.token_parts(group.num_parts(made.num_devices))
+        heads, page_size = of_part(heads, made.limits.block_size, num_parts)
         head_dim = padded_head_dim(heads.head_dim, latent=heads.latent_dim is not None)
         rank = () if heads.latent_dim is None else (heads.latent_dim,)
         one = {

@@ -50,7 +50,7 @@ class Case:
     """One kernel at one shape. heads: query heads, KV heads, head_dim of one device, and of latent
     rows how many of their numbers are the value. context: tokens that each of `batch` rows holds;
     queries: of the one prefill chunk. tiles: instead of the tuned ones. far: a pool of more than
-    2^31 bytes. is_part: pages are one device's part of them, of decode over latent rows.
+    2^31 bytes. is_part: pages are one device's part of them, of decode.
     """
 
     kernel: str
@@ -179,10 +179,12 @@ def lower_case(case: Case) -> Any:
             decode_only=decodes,
         )
         where = {"layer": layer, "num_pages": num_pages, "scale": head_dim**-0.5}
+        attend: Any
         if case.rank is not None:
             attend = tpu.latent_decode_part if case.is_part else tpu.ragged_latent_attention
             return attend(q_TNH, k_TKH[:, 0], pages, schedule, rank=case.rank, **where)
-        return tpu.ragged_paged_attention(q_TNH, k_TKH, v_TKH, pages, schedule, **where)
+        attend = tpu.paged_decode_part if case.is_part else tpu.ragged_paged_attention
+        return attend(q_TNH, k_TKH, v_TKH, pages, schedule, **where)
 
     sharding = NamedSharding(
         Mesh(np.array(parse_target(case.chip).devices()[:1]), ("x",)), PartitionSpec()

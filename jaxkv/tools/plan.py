@@ -244,8 +244,8 @@ def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences
     heads = (
         f"{spec.query_heads} query and {spec.groups[0].num_kv_heads} KV heads of {spec.head_dim}"
     )
-    if blueprint.kv_copies:
-        heads += f", {blueprint.kv_copies} copies of each of the model's KV heads among them"
+    if blueprint.shared and blueprint.placement.context == 1:
+        heads += f" ({blueprint.shared} copies of each)"
     if not spec.kv_layers:
         heads = "no attention"
     elif spec.groups[0].latent_dim is not None:
@@ -257,7 +257,7 @@ def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences
     )
     lines = [f"{deployment.name}: {spec.family}, {spec.num_layers} layers, {heads}, {kinds}"]
     lines.append(_row("KV cache of a token", [f"{token / 2**10:.2f} KiB"]))
-    is_whole = blueprint.num_devices > 1 and not blueprint.placement.divides_tokens
+    is_whole = blueprint.num_devices > 1 and blueprint.placement.context == 1
     if spec.groups and spec.groups[0].latent_dim and is_whole:
         own = token / blueprint.num_devices / 2**10
         lines.append(_row("all of it on each device", [f"{own:.2f} KiB"]))

@@ -119,6 +119,13 @@ SHAPES = (
     Shape(
         kernel="pallas_tpu", heads=_heads(128, 1, 576, latent_dim=512), page_size=16, is_part=True
     ),
+    Shape(
+        kernel="pallas_tpu",
+        heads=_heads(8, 1, 128, cap=30.0),
+        page_size=16,
+        is_usual=False,
+        is_part=True,
+    ),
     # Two heads side by side in a register; key and value side by side.
     Shape(kernel="pallas_tpu", heads=_heads(32, 8, 64, cap=30.0, **CUT)),
     Shape(kernel="pallas_tpu", heads=_heads(8, 1, 64, cap=30.0), is_usual=False),

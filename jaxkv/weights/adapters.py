@@ -115,7 +115,7 @@ def empty_adapters(
     kind = np.uint16 if _as_bits(dtype, placement) else jnp.dtype(dtype)
     for leaf, name, (num_layers, *rest) in adapter_shapes(spec, layout, rank):
         shape = (num_layers, count, *rest)
-        where = placement.sharding(placement.weight(name, shape))
+        where = placement.sharding(placement.weight(f"{leaf.stack}.{name}", shape))
         made.setdefault(leaf.stack or "", {})[name] = jnp.zeros(shape, kind, device=where)
     if not made:
         raise ValueError(f"enable_lora: expected False for {spec.family}, which has no linear maps")

@@ -129,10 +129,4 @@ def _check(
             problems.append(f"{path}: expected one of {', '.join(kinds)}, got {array.dtype.name}")
     if problems:
         what_to_do = "give the arrays of a tree of the same model"
-        of_heads = (
-            path for path, leaf in known.items() if "kv_heads" in leaf.one.info.logical_axes
-        )
-        if any(path in arrays and arrays[path].shape != known[path].shape for path in of_heads):
-            # More devices than KV heads have copies of these, and so has their tree.
-            what_to_do += ", with as many copies of its KV heads, or under a checkpoint's names"
         raise CheckpointError.of("weights", sorted(problems), what_to_do)

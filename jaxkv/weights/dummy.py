@@ -79,7 +79,7 @@ def weight_shapes(spec: ModelSpec, layout: Layout, kept: Kept) -> dict[str, Any]
     def abstract(leaf: TreeLeaf) -> dict[str, jax.ShapeDtypeStruct]:
         arrays = leaf_arrays(leaf, layout.quantisation, kept, in_pairs=in_pairs)
         return {
-            suffix: placement.abstract(shape, kind, placement.weight(leaf.name + suffix, shape))
+            suffix: placement.abstract(shape, kind, placement.weight(leaf.path + suffix, shape))
             for suffix, (shape, kind) in arrays.items()
         }
 

@@ -96,13 +96,13 @@ class Kept:
 
     def num_parts(self, leaf: TreeLeaf) -> int:
         """Returns into how many parts the columns of a matrix are divided."""
-        return self.placed.num_parts_of_columns(leaf.name)
+        return self.placed.num_parts_of_columns(leaf.path)
 
     def put(self, host: np.ndarray, leaf: TreeLeaf) -> dict[str, Array]:
         """Puts a leaf that is not kept quantised on its devices."""
         is_short = host.dtype.itemsize == 2
         host = host.view(np.uint16) if self.as_bits and is_short else host
-        return {"": put(host, leaf.name, self.placement)}
+        return {"": put(host, leaf.path, self.placement)}
 
     def filled(
         self, leaf: TreeLeaf, given: Sequence[jax.Array], part: Part | None = None
@@ -116,7 +116,7 @@ class Kept:
         front = next((i for i, count in enumerate(counts) if count == len(given)), None)
         if front is None or self.fill is None:
             return None
-        axes = self.placed.weight(leaf.name, shape)
+        axes = self.placed.weight(leaf.path, shape)
         where = self.placed.sharding(axes)
         dtype = leaf.kept_as(self.dtype)
         is_bits = self.as_bits and dtype.itemsize == 2
@@ -152,7 +152,7 @@ class Kept:
             parts[""] = from_pairs(parts[""])
         if ZEROS in parts and not parts[ZEROS].any():
             del parts[ZEROS]
-        found = {end: put(x, leaf.name + end, self.placement) for end, x in parts.items()}
+        found = {end: put(x, leaf.path + end, self.placement) for end, x in parts.items()}
         if as_int4 and platform == "cpu":
             # A fifth of the time; an accelerator would need twice the leaf's bytes more for it.
             pairs = jax.lax.bitcast_convert_type(found[""], jnp.int4)
@@ -351,9 +351,9 @@ def _base_names(layout: Layout, known: Collection[str]) -> tuple[str, str]:
     return rf"^(?=({'|'.join(map(re.escape, sorted(parts)))})\.)", f"{prefix}."
 
 
-def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
+def put(host: np.ndarray, path: str, placement: Placement | None) -> Array:
     """Puts a leaf of the weight tree on its devices, on the default one without a placement."""
-    where = None if placement is None else placement.sharding(placement.weight(name, host.shape))
+    where = None if placement is None else placement.sharding(placement.weight(path, host.shape))
     return jax.device_put(host, where).block_until_ready()
 
 

@@ -17,6 +17,7 @@ from kernels_pallas.tpu.tiles import Tiles, choose_tiles, most_rows_of_parts
 if TYPE_CHECKING:
     from kernels_pallas.tpu.attention import (
         latent_decode_part,
+        paged_decode_part,
         ragged_latent_attention,
         ragged_paged_attention,
     )
@@ -27,6 +28,12 @@ else:
         from kernels_pallas.tpu import attention
 
         return attention.latent_decode_part(*operands, **options)
+
+    def paged_decode_part(*operands, **options):
+        """Imports the kernels when they are first called."""
+        from kernels_pallas.tpu import attention
+
+        return attention.paged_decode_part(*operands, **options)
 
     def ragged_latent_attention(*operands, **options):
         """Imports the kernels when they are first called."""
@@ -57,6 +64,7 @@ __all__ = [
     "pack",
     "pack_pages",
     "padded_head_dim",
+    "paged_decode_part",
     "ragged_latent_attention",
     "ragged_paged_attention",
     "unpack",

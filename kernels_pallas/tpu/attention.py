@@ -118,15 +118,52 @@ def ragged_latent_attention(
     return out_TNX, pages
 
 
-class LatentPart(NamedTuple):
-    """Holds what decode rows find in a part of their pages: out [B, N, R] as if it were all, and
-    the maximum and the sum [B, N] of each softmax, of natural exponentials; a row with nothing in
-    this part has zeros, and a maximum below every score. All float32.
+class DecodePart(NamedTuple):
+    """Holds what decode rows find in a part of their pages: out [B, N, H] as if it were all, with H
+    the numbers of a value, and the maximum and the sum [B, N] of each softmax, of natural
+    exponentials; a row with nothing in this part has zeros, and a maximum below every score. All
+    float32.
     """
 
-    out_BNR: jax.Array
+    out_BNH: jax.Array
     max_BN: jax.Array
     sum_BN: jax.Array
+
+
+def paged_decode_part(
+    q_BNH: jax.Array,
+    k_BKH: jax.Array,
+    v_BKH: jax.Array,
+    pages: jax.Array,
+    schedule: Schedule,
+    *,
+    layer: int | jax.Array,
+    num_pages: int,
+    scale: float,
+    softcap: float | None = None,
+    interpret: Any = False,
+) -> tuple[DecodePart, jax.Array]:
+    """Attends decode rows to those of their keys and values that are in `pages`, where others lie
+    elsewhere: results of all parts are one softmax (arXiv 2205.14135, section 3.1).
+
+    `schedule`: of steps that only decode, with the lengths of the rows in these pages; what it says
+    of a step's own keys (`make_schedule`, `writes_B`) decides which of them are stored here. All
+    else as of `ragged_paged_attention`.
+
+    Raises: as that, and ValueError for a schedule of chunks.
+    """
+    return _decode_part(
+        layout_of(kv_heads=k_BKH.shape[1], head_dim=k_BKH.shape[2]),
+        q_BNH,
+        jnp.concatenate([k_BKH, v_BKH], axis=1),
+        pages,
+        schedule,
+        layer=layer,
+        num_pages=num_pages,
+        scale=scale,
+        softcap=softcap,
+        interpret=interpret,
+    )
 
 
 def latent_decode_part(
@@ -140,19 +177,13 @@ def latent_decode_part(
     num_pages: int,
     scale: float,
     interpret: Any = False,
-) -> tuple[LatentPart, jax.Array]:
-    """Attends decode rows to those of their latent rows that are in `pages`, where others lie
-    elsewhere: results of all parts are one softmax (arXiv 2205.14135, section 3.1).
+) -> tuple[DecodePart, jax.Array]:
+    """Attends decode rows to those of their latent rows that are in `pages`, as `paged_decode_part`
+    does to keys; all else as of `ragged_latent_attention`.
 
-    `schedule`: of steps that only decode, with the lengths of the rows in these pages; what it says
-    of a step's own rows (`make_schedule`, `writes_B`) decides which of them are stored here. All
-    else as of `ragged_latent_attention`.
-
-    Raises: as that, and ValueError for a schedule of chunks.
+    Raises: as these.
     """
-    if schedule.write is not None:
-        raise ValueError("schedule: expected one of steps that only decode, got one with chunks")
-    out_BNX, softmaxes, pages = _attention(
+    return _decode_part(
         latent_layout_of(width=row_BX.shape[1], rank=rank),
         q_BNX,
         row_BX[:, None],
@@ -161,12 +192,43 @@ def latent_decode_part(
         layer=layer,
         num_pages=num_pages,
         scale=scale,
+        softcap=None,
+        interpret=interpret,
+    )
+
+
+def _decode_part(
+    layout: Layout,
+    q_BNH: jax.Array,
+    new: jax.Array,
+    pages: jax.Array,
+    schedule: Schedule,
+    *,
+    layer: int | jax.Array,
+    num_pages: int,
+    scale: float,
+    softcap: float | None,
+    interpret: Any,
+) -> tuple[DecodePart, jax.Array]:
+    """Attends as `_attention` does, and tells of the softmaxes."""
+    if schedule.write is not None:
+        raise ValueError("schedule: expected one of steps that only decode, got one with chunks")
+    out_BNH, softmaxes, pages = _attention(
+        layout,
+        q_BNH,
+        new,
+        pages,
+        schedule,
+        layer=layer,
+        num_pages=num_pages,
+        scale=scale,
+        softcap=softcap,
         is_part=True,
         out_dtype=jnp.float32,
         interpret=interpret,
     )
-    max_BN, sum_BN = softmaxes[..., 0] / LOG2E, softmaxes[..., 1]
-    return LatentPart(out_BNX, max_BN, sum_BN), pages
+    max_BN, sum_BN = (softmaxes[..., i].reshape(q_BNH.shape[:2]) for i in range(2))
+    return DecodePart(out_BNH, max_BN / LOG2E, sum_BN), pages
 
 
 def _attention(

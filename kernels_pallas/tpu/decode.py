@@ -73,8 +73,8 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Holds outputs, in VMEM, and the pools. found_DJML: the softmaxes of latent rows, as
-    `attend_latent` writes them; None: nobody asks.
+    """Holds outputs, in VMEM, and the pools. found_DJML: the softmax of each query so far, its
+    maximum in the first half of the lanes, then its sum; None: nobody asks.
     """
 
     out_DJMX: Any
@@ -195,6 +195,10 @@ class Attention:
         acc = jnp.where(first, 0.0, scratch.acc_JMX[j]) * shrink + gained * share
         scratch.max_JMX[j], scratch.sum_JMX[j], scratch.acc_JMX[j] = top, total, acc
         self.results.out_DJMX[part.row, j] = acc / total
+        if self.results.found_DJML is not None:
+            lane_ML = jax.lax.broadcasted_iota(jnp.int32, (static.rows, LANES), 1)
+            found_ML = jnp.where(lane_ML < LANES // 2, top[:, :LANES], total[:, :LANES])
+            self.results.found_DJML[part.row, j] = found_ML
 
     def _attend_latent(
         self, item: jax.Array, row: jax.Array, first: jax.Array, block: PerPool
@@ -317,7 +321,7 @@ def decode(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None, PerPool]:
     """Returns (out [D, J, M, X] float32, softmaxes, pools). Softmaxes: where `static.is_part`, the
-    maximum, of scores times log2(e), and the sum of each, [D, M, 2] float32; else None.
+    maximum, of scores times log2(e), and the sum of each, [D, J, M, 2] float32; else None.
 
     pools: the pages of floats, or words and scales (`packing`). new: for the D decode rows what
     goes into them, [D, C, X] in the dtype of the pages; or whole numbers [D, C, X] and words in all
@@ -425,5 +429,5 @@ def decode(
     )(scalars, given)
     softmaxes = None
     if static.is_part:
-        softmaxes = found.found_DJML[:, 0, :per_row, :: LANES // 2]
+        softmaxes = found.found_DJML[:, :, :per_row, :: LANES // 2]
     return found.out_DJMX[:, :, :per_row], softmaxes, found.pools

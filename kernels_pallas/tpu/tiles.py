@@ -124,7 +124,7 @@ def choose_tiles(
 
 
 def most_rows_of_parts(*, layout: Layout, itemsize: int, num_heads: int) -> int:
-    """Returns how many decode rows' queries, results and softmaxes (`latent_decode_part`) fit in
+    """Returns how many decode rows' queries, results and softmaxes (`paged_decode_part`) fit in
     VMEM beside the blocks of pages.
     """
     padded = -(-num_heads // (layout.joined * SUBLANES)) * SUBLANES

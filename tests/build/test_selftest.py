@@ -27,11 +27,11 @@ from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.options import EngineOptions
 from jaxkv.errors import KernelError
 from jaxkv.kv.codecs import get_codec
+from jaxkv.kv.layout import LaneLayout
 from jaxkv.models.families import read_config, read_family
 from jaxkv.ops import attention
 from jaxkv.ops.attention import BACKENDS, Heads
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
-from jaxkv.placement import TENSOR
 from jaxkv.programs.selftest import Trial
 from jaxkv.tools.engine_job import attention_of
 from tiny import make_checkpoint, tiny_config
@@ -231,7 +231,7 @@ def kernels(trials, monkeypatch, tmp_path):
 def blueprint_of(path: Path, backend: str, **changes: object) -> Blueprint:
     spec, layout = read_family(read_config(path))
     options = EngineOptions(path, backend=backend, **LIMITS | changes)
-    make = partial(make_blueprint, spec=spec, layout=layout, devices=jax.devices()[:1] * 2)
+    make = partial(make_blueprint, spec=spec, layout=layout, devices=jax.devices()[:1] * 4)
     return guard.make_tested(make, options)
 
 
@@ -243,23 +243,40 @@ def test_auto_takes_the_kernel_that_passes(kernels, trials):
     assert kinds == [(True, 2, "float32"), (False, 2, "float32")]
 
 
-def test_where_devices_divide_pages_a_part_for_all_heads_is_tried(
-    kernels, trials, monkeypatch, tmp_path
+SHARED = {"num_attention_heads": 8, "num_key_value_heads": 2}
+BY_KIND = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2}
+BY_KIND |= {"attention_k_eq_v": True, "num_kv_shared_layers": 0, "intermediate_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "size", "parts", "others"),
+    [
+        ("deepseek_v3", {}, 2, [(6, 1, 128, 24)], []),
+        ("llama", SHARED, 4, [(4, 1, 64)], []),
+        ("gemma4_text", BY_KIND, 4, [(4, 1, 64)], [(2, 1, 64)]),
+    ],
+)
+def test_where_devices_divide_pages_a_part_for_their_heads_is_tried(
+    kernels, trials, monkeypatch, tmp_path, variant, changes, size, parts, others
 ):
     asked: list[int] = []
     monkeypatch.setattr(
         PallasTpu, "refuses", lambda self, heads, needs: asked.append(needs.token_parts)
     )
-    config = text_config("deepseek_v3")
-    path = make_checkpoint(tmp_path / "latent", config)
-    divided = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "block_size": 32}
+    config = tiny_config("llama") if variant == "llama" else text_config(variant)
+    path = make_checkpoint(tmp_path / "model", config | changes)
+    divided = {"tensor_parallel_size": size, "decode_context_parallel_size": 2, "block_size": 32}
     blueprint = blueprint_of(path, "auto", **divided)
-    num_heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
-    assert set(asked) == {2}
-    assert blueprint.attention.tokens_over == TENSOR
-    assert {(case.heads.num_heads, case.page_size) for case in trials[1]} == {(num_heads, 16)}
-    part = {"heads": (num_heads, 1, 128, rank), "page_size": 16, "is_part": True}
-    assert list(attention_of(blueprint)) == [part]
+    assert set(asked) == ({1, 2} if others else {2})
+    assert blueprint.attention.tokens_over == blueprint.placement.axis
+    tried = {(case.heads.num_heads, case.page_size) for case in trials[1]}
+    assert tried == {(heads[0], 16) for heads in parts} | {(heads[0], 32) for heads in others}
+    wanted = [{"heads": heads, "page_size": 32, "is_part": False} for heads in others]
+    wanted += [{"heads": heads, "page_size": 16, "is_part": True} for heads in parts]
+    assert list(attention_of(blueprint)) == wanted
+    kinds = {type(store.layout) for store in blueprint.with_pages(8).abstract_kv().stores}
+    assert (LaneLayout in kinds) == bool(others)
+    assert kinds - {LaneLayout}
 
 
 def test_auto_falls_back_and_says_why(kernels, trials, caplog):

@@ -20,7 +20,7 @@ from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
 from jaxkv.ops.matrices import HeadMatrices
 from kernels_pallas import tpu
-from ragged import LAYER, NUM_LAYERS, NUM_ROWS, Case, Shape, assert_close, expected, random_case
+from ragged import LAYER, NUM_ROWS, Case, Shape, assert_close, expected, random_case
 from tiers import some
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -101,74 +101,6 @@ def test_latent_batches_equal_float64_with_dmas_and_races_modelled(shape, capfd)
     jax.block_until_ready(found)
     assert "RACE" not in capfd.readouterr().out.upper()  # jax 0.10 and 0.11 only print it
     assert_right(case, found)
-
-
-def with_low_scores(case: Case) -> Case:
-    """The case with scores near -200, whose exponentials float32 does not have."""
-    arrays, pages = {name: np.copy(x) for name, x in case.arrays.items()}, np.copy(case.pages)
-    arrays["q_TNH"][..., -1] = -200 * case.shape.head_dim**0.5
-    for x in (arrays["k_TKH"], arrays["v_TKH"], pages):
-        x[..., -1] = np.where(np.isnan(x[..., -1]), np.nan, 1)
-    return replace(case, arrays=arrays, pages=pages)
-
-
-PARTS = [
-    Shape(kv_heads=1, num_heads=6, head_dim=160, page_size=64, decode_only=True),
-    Shape(kv_heads=1, num_heads=6, head_dim=160, page_size=32, dtype="float32"),
-]
-
-
-@pytest.mark.parametrize("shape", PARTS, ids=str)
-def test_devices_that_divide_pages_equal_float64(monkeypatch, shape):
-    """Decode rows by the kernel, three at a time, and chunks by XLA."""
-    case, num_devices, size = latent_case(2, shape), 2, shape.page_size
-    if shape.dtype == "bfloat16":
-        case = with_low_scores(case)
-    monkeypatch.setattr(pallas_tpu, "most_rows_of_parts", lambda **_: 3)
-    tiles = tpu.Tiles(decode_pages=2, decode_heads=1, prefill_pages=1, prefill_queries=16)
-    backend = PallasTpu(interpret=True, tiles=tiles, tokens_over="devices")
-    given = {name: jnp.asarray(x) for name, x in case.arrays.items()}
-    heads = Heads(
-        num_heads=shape.num_heads // num_devices,
-        num_kv_heads=1,
-        head_dim=shape.head_dim,
-        window=None,
-        latent_dim=RANK,
-    )
-    layout = backend.page_layout(heads, size, get_codec(shape.dtype, platform="tpu"))
-    empty = empty_store(num_layers=NUM_LAYERS, layout=layout, num_pages=len(case.held))
-    after = PageTables(given["table_BW"], given["first_BW"], given["len_B"])
-    batch = Batch(
-        token_T=jnp.zeros(len(case.row_T), jnp.int32),
-        position_T=jnp.asarray(case.position_T, jnp.int32),
-        row_T=jnp.asarray(case.row_T, jnp.int32),
-        start_B=given["start_B"],
-        count_B=given["count_B"],
-        num_decode=jnp.int32(case.num_decode),
-        num_rows=jnp.int32(case.num_rows),
-        decode_only=shape.decode_only,
-    )
-
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
-    @partial(jax.vmap, in_axes=(1, 2), out_axes=(1, 2), axis_name="devices")
-    def step(q_TNH: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        store = replace(empty, pages=pages)
-        before = replace(after, len_B=after.len_B - batch.count_B)
-        found = backend.attend(
-            *(q_TNH, given["k_TKH"], None, Place(store, LAYER, after), batch),
-            backend.prepare(store, before, batch, heads),
-            Terms(shape.head_dim**-0.5, np.dtype(np.float32)),
-        )
-        assert found.store.layout == layout
-        return found.out_TNH, found.store.pages
-
-    (pages,) = layout.encode(jnp.asarray(case.pages[:, None, :1]))
-    parts = (
-        jnp.stack(jnp.split(x, num_devices, i), i) for i, x in ((1, given["q_TNH"]), (2, pages))
-    )
-    out_TDNH, pages = step(*parts)
-    pages = pages.reshape(*pages.shape[:2], size, -1)
-    assert_right(case, (out_TDNH.reshape(len(out_TDNH), -1, RANK), layout.decode([pages])[:, 0]))
 
 
 def test_latent_pages_hold_each_number_once_and_packing_can_be_undone():

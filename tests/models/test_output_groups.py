@@ -122,7 +122,7 @@ def test_devices_have_whole_groups(path):
     spec, layout = read_family(read_config(path))
     shape = (3, GROUPS * RANK, HEADS * HEAD_DIM // GROUPS)
     placement = place(spec, layout, jax.devices() * 2, 2)
-    assert placement.weight("o_groups", shape) == PartitionSpec(None, TENSOR, None)
+    assert placement.weight("layers.o_groups", shape) == PartitionSpec(None, TENSOR, None)
     three = replace(spec, attention=replace(spec.attention, output_groups=3))
     with pytest.raises(
         ValueError,

@@ -184,7 +184,9 @@ def test_random_weights_have_experts_that_there_are(path):
 def test_each_device_has_all_of_it(path):
     spec, layout = read_family(read_config(path))
     placement = place(spec, layout, jax.devices() * 2, 2)
-    assert placement.weight(TOKEN_EXPERTS, (1, VOCAB * USED)) == PartitionSpec(None, None)
+    assert placement.weight(f"layers.{TOKEN_EXPERTS}", (1, VOCAB * USED)) == PartitionSpec(
+        None, None
+    )
 
 
 def test_new_weights_have_a_table_of_their_own(path, tmp_path):

@@ -83,19 +83,34 @@ def test_a_named_backend_that_cannot_says_why(platform, heads, page_size, messag
 LATENT = Heads(num_heads=16, num_kv_heads=1, head_dim=576, window=None, latent_dim=512)
 
 
+ONE_HEAD = Heads(num_heads=4, num_kv_heads=1, head_dim=64, window=None)
+
+
 @pytest.mark.parametrize(
-    ("window", "change", "reason"),
+    ("heads", "asked", "change", "reason"),
     [
-        (None, {"codec": get_codec("int8", platform="tpu")}, "kv_cache_dtype: expected bfloat16"),
-        (100, {}, "expected latent attention without a window, got 100"),
-        (None, {"page_size": 64}, "page_size: expected one of (16, 32, 64, 128), got 8"),
+        (
+            LATENT,
+            {},
+            {"codec": get_codec("int8", platform="tpu")},
+            "kv_cache_dtype: expected bfloat16",
+        ),
+        (ONE_HEAD, {"window": 100}, {}, "expected attention without a window, got 100"),
+        (ONE_HEAD, {"has_sinks": True}, {}, "expected scores without sinks"),
+        (
+            ONE_HEAD,
+            {"head_dim": 80},
+            {"page_size": 64},
+            "page_size: expected one of (16, 32, 64, 128), got 8",
+        ),
     ],
 )
-def test_the_tpu_kernels_take_parts_of_pages_and_say_of_which_they_do_not(window, change, reason):
+def test_the_tpu_kernels_take_parts_of_pages_and_say_of_which_they_do_not(
+    heads, asked, change, reason
+):
     needs = replace(NEEDS, page_size=128, num_rows=300, token_parts=8)
-    assert choose_backend("auto", [LATENT], [needs]) == ("pallas_tpu", "chosen by auto on a tpu")
-    heads = replace(LATENT, window=window)
-    name, why = choose_backend("auto", [heads], [replace(needs, **change)])
+    assert choose_backend("auto", [heads], [needs]) == ("pallas_tpu", "chosen by auto on a tpu")
+    name, why = choose_backend("auto", [replace(heads, **asked)], [replace(needs, **change)])
     assert name == "xla"
     assert f"pallas_tpu: a part of pages on each device: {reason}" in why
 

@@ -112,12 +112,16 @@ def test_two_devices_give_the_results_of_one_and_have_half_of_it(tmp_path, varia
 @pytest.mark.parametrize(
     ("variant", "asked", "error"),
     [
-        ("deepseek_v3", {"decode_context_parallel_size": 2}, "1 or tensor_parallel_size 4, got 2"),
-        ("deepseek_v3", {"decode_context_parallel_size": True}, "parallel_size 4, got True"),
+        (
+            "deepseek_v3",
+            {"decode_context_parallel_size": 3},
+            "a divisor of 4, got 3: so many of 4 devices have",
+        ),
+        ("deepseek_v3", {"decode_context_parallel_size": True}, "a divisor of 4, got True"),
         (
             "deepseek_v3",
             {"tensor_parallel_size": 1},
-            "1 or tensor_parallel_size 1, got 4",
+            "expected 1, got 4: each of 1 devices has KV heads of its own",
         ),
         (
             "deepseek_v3",
@@ -140,8 +144,12 @@ def test_two_devices_give_the_results_of_one_and_have_half_of_it(tmp_path, varia
             {"enable_expert_parallel": True, "decode_context_parallel_size": 1},
             "enable_expert_parallel: expected False for a model without experts",
         ),
-        ("llama", {}, "expected 1, got 4, for a model without latent"),
-        ("mamba", {}, "expected 1, got 4, for a model without latent"),
+        (
+            "llama",
+            {},
+            "expected a divisor of 2, got 4: so many of 4 devices have the same KV heads",
+        ),
+        ("mamba", {}, "expected 1, got 4, for a model without attention"),
         ("deepseek_v4", {}, "expected 1, got 4, for a model that makes one entry"),
     ],
 )

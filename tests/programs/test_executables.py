@@ -193,18 +193,19 @@ from pathlib import Path
 from jax.sharding import *
 from jaxkv.programs.executables import ProgramFiles
 devices = jax.devices()
-files, mesh = ProgramFiles(Path(sys.argv[1]), tuple(devices)), Mesh(np.array(devices), ("tensor",))
-x = jax.ShapeDtypeStruct((4, 6), "float32", sharding=NamedSharding(mesh, PartitionSpec(None, "tensor")))
-whole = NamedSharding(mesh, PartitionSpec())
-f = jax.jit(lambda x: (x * 2, x.sum()), donate_argnums=0, out_shardings=(x.sharding, whole))
-take = lambda: files.take(lambda: f.lower(x).compile(), (x,))
+files, mesh = ProgramFiles(Path(sys.argv[1]), tuple(devices)), Mesh(np.array(devices).reshape(2, 3), ("heads", "copies"))
+parts = [NamedSharding(mesh, PartitionSpec(*one)) for one in [(None, ("heads", "copies")), ("heads",), ()]]
+x, y = (jax.ShapeDtypeStruct((4, 6), "float32", sharding=one) for one in parts[:2])
+f = jax.jit(lambda x, y: (x * 2, y + 1, x.sum()), donate_argnums=0, out_shardings=tuple(parts))
+take = lambda: files.take(lambda: f.lower(x, y).compile(), (x, y))
 first, second = take(), take()
 assert (first[1], second[1]) == (False, True), "not kept"
-make = lambda: jax.device_put(np.arange(24.0, dtype="float32").reshape(4, 6), x.sharding)
-a, b = first[0](make()), second[0](make())
+numbers = np.arange(24.0, dtype="float32").reshape(4, 6)
+make = lambda: [jax.device_put(numbers, one) for one in parts[:2]]
+a, b = first[0](*make()), second[0](*make())
 assert all((p == q).all() and p.sharding == q.sharding for p, q in zip(a, b)), (a, b)
 """
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"}
     arguments = [sys.executable, "-c", script, str(tmp_path)]
     done = subprocess.run(
         arguments, env=env, capture_output=True, text=True, timeout=300, check=False

@@ -130,8 +130,16 @@ GEMMA |= {"attention_k_eq_v": True}  # else all layers have as many KV heads
 @pytest.mark.parametrize(
     ("config", "target", "heads"),
     [
-        (LLAMA_3_70B | {"num_key_value_heads": 4}, "v6e:2x4", "64 query and 8 KV .*, 2 copies"),
-        (text_config("gemma4_text") | GEMMA, "v6e:2x2", "8 query and 4 KV .*, 1 or 2 copies"),
+        (
+            LLAMA_3_70B | {"num_key_value_heads": 4},
+            "v6e:2x4",
+            "64 query and 4 KV .* .2 copies of each",
+        ),
+        (
+            text_config("gemma4_text") | GEMMA,
+            "v6e:2x2",
+            "8 query and 4 KV .* .1 or 2 copies of each",
+        ),
         (LLAMA_3_70B, "v6e:2x4", "64 query and 8 KV heads of 128, weights"),
     ],
 )
@@ -219,13 +227,13 @@ def test_each_device_has_its_part(tmp_path, vocab_size):
     top = {name: leaf for name, leaf in part.layout.top.items() if leaf.same_as is None}
     leaves = [(name, leaf.info.shape) for name, leaf in top.items()]
     leaves += [
-        (name, (part.spec.num_layers, *leaf.info.shape))
+        (f"layers.{name}", (part.spec.num_layers, *leaf.info.shape))
         for name, leaf in part.layout.layers[0].items()
     ]
 
-    def nbytes(name: str, dims: tuple[int, ...]) -> int:
-        own = NamedSharding(mesh, part.placement.weight(name, dims)).shard_shape(dims)
-        is_vector = len(dims) - (name not in top) == 1  # which stays float32
+    def nbytes(path: str, dims: tuple[int, ...]) -> int:
+        own = NamedSharding(mesh, part.placement.weight(path, dims)).shard_shape(dims)
+        is_vector = len(dims) - (path not in top) == 1  # which stays float32
         return (4 if is_vector else 2) * math.prod(own)
 
     assert part.weight_bytes == sum(nbytes(*one) for one in leaves) < whole.weight_bytes

@@ -40,8 +40,7 @@ class Part:
     by_column: each block is transposed. side_by_side: blocks are one beside the other in the array,
     not one behind the other. turn: blocks take turns, with so many rows each; 0: one is
     behind the other. of_all: it is that of all experts, one behind the other. either_way: the
-    tensor may have its last two axes swapped, which its shape then shows. Each of so many `heads`
-    in it is there in so many `copies`, one behind the other.
+    tensor may have its last two axes swapped, which its shape then shows.
     """
 
     shape: tuple[int, ...]
@@ -54,8 +53,6 @@ class Part:
     turn: int = 0
     of_all: bool = False
     either_way: bool = False
-    heads: int = 1
-    copies: int = 1
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -88,13 +85,6 @@ class Part:
 
     def of_rows(self, rows: Arrays) -> Arrays:
         """Takes the part of rows that are in the order of the array's."""
-        found = self._blocks_of(rows)
-        if self.copies == 1:
-            return found
-        by_head = found.reshape(self.heads, -1, *found.shape[1:])
-        return by_head.repeat(self.copies, axis=0).reshape(-1, *found.shape[1:])
-
-    def _blocks_of(self, rows: Arrays) -> Arrays:
         blocks = rows.reshape(self.num_blocks, -1, *rows.shape[1:])[:, self.start : self.stop]
         if self.turn:
             turns = blocks.reshape(self.num_blocks, -1, self.turn, *rows.shape[1:])
@@ -140,14 +130,6 @@ class Leaf:
             return self.part.shapes
         shape = self.info.shape
         return (shape if self.num_sources == 1 else (shape[0] // self.num_sources, *shape[1:]),)
-
-    def copied(self, num_heads: int, copies: int) -> Leaf:
-        """Returns the leaf of rows of so many heads with so many copies of each."""
-        stored, shape = self.stored_shapes[0], self.info.shape
-        part = self.part or Part(shape=stored)
-        part = replace(part, heads=num_heads // self.num_sources, copies=copies)
-        info = replace(self.info, shape=(shape[0] * copies, *shape[1:]))
-        return replace(self, info=info, part=part)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.models.recurrent.mixer import StateArray
 from jaxkv.ops.layers import linear, linear_over, rms_norm, total
 from jaxkv.ops.recurrent import LinearAttention, Rows, Tokens, run, short_conv
@@ -64,7 +65,7 @@ class GatedDelta:
         states: tuple[jax.Array, ...],
         rows: Rows,
         *,
-        axis: str | None,
+        axis: MeshAxes | None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         tails, matrices = states
         num_tokens = h_TD.shape[0]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.axes import MeshAxes
 from jaxkv.models.recurrent.mixer import StateArray
 from jaxkv.ops.layers import ACTIVATIONS, linear, linear_over, rms_norm
 from jaxkv.ops.recurrent import LinearAttention, Rows, Tokens, run
@@ -50,7 +51,7 @@ class Lightning:
         states: tuple[jax.Array, ...],
         rows: Rows,
         *,
-        axis: str | None,
+        axis: MeshAxes | None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         (matrices,) = states
         activate = ACTIVATIONS[self.activation]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.models.recurrent.mixer import StateArray
 from jaxkv.ops.layers import linear, linear_over, rms_norm
 from jaxkv.ops.matrices import HeadMatrices
@@ -47,7 +48,7 @@ class Mamba:
         states: tuple[jax.Array, ...],
         rows: Rows,
         *,
-        axis: str | None,
+        axis: MeshAxes | None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         tails, kept = states
         x_TX, z_TX = (linear(h_TD, w[name], w.get(f"{name}_bias")) for name in ("scan_x", "scan_z"))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.models.recurrent.mixer import StateArray
 from jaxkv.ops.layers import ACTIVATIONS, linear, linear_over, rms_norm
 from jaxkv.ops.recurrent import LinearAttention, Rows, Tokens, run, short_conv
@@ -67,7 +68,7 @@ class Mamba2:
         states: tuple[jax.Array, ...],
         rows: Rows,
         *,
-        axis: str | None,
+        axis: MeshAxes | None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         of_values, of_rest, matrices = states
         projected = {
@@ -113,7 +114,7 @@ class Mamba2:
         return ACTIVATIONS[self.activation](y_TX), pool
 
     def _gated(
-        self, y_TX: jax.Array, z_TX: jax.Array, w: Mapping[str, Any], axis: str | None
+        self, y_TX: jax.Array, z_TX: jax.Array, w: Mapping[str, Any], axis: MeshAxes | None
     ) -> jax.Array:
         gate_TX = jax.nn.silu(z_TX)
         if "ssm_norm" not in w:
@@ -122,7 +123,7 @@ class Mamba2:
             return self._normed(y_TX, w["ssm_norm"], axis) * gate_TX
         return self._normed(y_TX * gate_TX, w["ssm_norm"], axis)
 
-    def _normed(self, y_TX: jax.Array, scale_X: jax.Array, axis: str | None) -> jax.Array:
+    def _normed(self, y_TX: jax.Array, scale_X: jax.Array, axis: MeshAxes | None) -> jax.Array:
         """Norms each group of heads by itself."""
         if self.num_groups == 1:
             return rms_norm(y_TX, scale_X, eps=self.norm_eps, axis=axis)

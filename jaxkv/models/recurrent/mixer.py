@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from jaxkv.axes import MeshAxes
 from jaxkv.ops.recurrent import Rows
 
 
@@ -37,7 +38,7 @@ class Mixer(Protocol):
         states: tuple[jax.Array, ...],
         rows: Rows,
         *,
-        axis: str | None,
+        axis: MeshAxes | None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Returns what the tokens of a step are mixed to, [T, D], and the states after it.
 

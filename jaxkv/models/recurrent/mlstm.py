@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.models.recurrent.mixer import StateArray
 from jaxkv.ops.layers import layer_norm, linear, linear_over, soft_cap
 from jaxkv.ops.recurrent import Largest, Levels, LinearAttention, Rows, Tokens, run
@@ -44,7 +45,7 @@ class MLstm:
         states: tuple[jax.Array, ...],
         rows: Rows,
         *,
-        axis: str | None,
+        axis: MeshAxes | None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         matrices, exponents = states
         num_tokens = h_TD.shape[0]

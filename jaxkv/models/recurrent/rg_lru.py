@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.models.recurrent.mixer import StateArray
 from jaxkv.ops.layers import ACTIVATIONS, linear, linear_over, rounded
 from jaxkv.ops.recurrent import Diagonal, Gains, Rows, run, short_conv
@@ -48,7 +49,7 @@ class RgLru:
         states: tuple[jax.Array, ...],
         rows: Rows,
         *,
-        axis: str | None,
+        axis: MeshAxes | None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         tails, kept = states
         x_TX, y_TX = (linear(h_TD, w[name], w[f"{name}_bias"]) for name in ("lru_x", "lru_y"))

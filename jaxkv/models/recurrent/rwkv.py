@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.models.recurrent.mixer import StateArray
 from jaxkv.ops.layers import linear, linear_over, rounded
 from jaxkv.ops.recurrent import DecayingAverage, Rows, Weighted, run, short_conv
@@ -36,7 +37,7 @@ class TimeMix:
         states: tuple[jax.Array, ...],
         rows: Rows,
         *,
-        axis: str | None,
+        axis: MeshAxes | None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         last, kept = states
         before_TD, last = _before(h_TD, last, rows)
@@ -70,7 +71,7 @@ class ChannelMix:
         states: tuple[jax.Array, ...],
         rows: Rows,
         *,
-        axis: str | None,
+        axis: MeshAxes | None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         before_TD, last = _before(h_TD, states[0], rows)
         key_TF, gate_TD = (

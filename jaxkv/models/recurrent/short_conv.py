@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxkv.axes import MeshAxes
 from jaxkv.models.recurrent.mixer import StateArray
 from jaxkv.ops.layers import linear, linear_over
 from jaxkv.ops.recurrent import Rows, short_conv
@@ -35,7 +36,7 @@ class ShortConv:
         states: tuple[jax.Array, ...],
         rows: Rows,
         *,
-        axis: str | None,
+        axis: MeshAxes | None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         (pool,) = states
         b, c, x = (

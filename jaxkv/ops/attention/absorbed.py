@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.kv.layout import PageLayout
 from jaxkv.ops.attention.base import LatentMaps
 from jaxkv.ops.attention.divided import of_all_heads, sum_of_own_heads
@@ -22,7 +23,7 @@ class Absorbed(NamedTuple):
     maps: LatentMaps | None
     layout: PageLayout
     scale: float
-    tokens_over: str | None
+    tokens_over: MeshAxes | None
 
     def enter(self, q_TNH: jax.Array) -> jax.Array:
         """Returns scaled queries [T, N, H] as they meet rows: of the heads of all devices where

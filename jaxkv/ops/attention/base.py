@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.axes import MeshAxes
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import PageTables, Statistics, Store, empty_store
@@ -80,7 +81,7 @@ class Needs:
     kv_policy: str | None = None
     """One that wants more than page tables (`Policy.asks_backend`)."""
     token_parts: int = 1
-    """Devices between which the tokens of each page of latent attention are divided."""
+    """Devices between which the tokens of each page are divided."""
 
 
 class Place(NamedTuple):
@@ -188,9 +189,9 @@ class Backend(Attention, Protocol):
     """
 
     @property
-    def tokens_over(self) -> str | None:
-        """Names the mesh axis over whose devices the tokens of each page of latent attention are
-        divided, in equal parts; None: each has them all.
+    def tokens_over(self) -> MeshAxes | None:
+        """Names the mesh axes over whose devices the tokens of each page are divided, in equal
+        parts, as far as those have the same heads (`divided.token_axes`); None: each has them all.
         """
         ...
 
@@ -282,11 +283,9 @@ def runs_on_xla(heads: Heads) -> str | None:
 
 
 def of_part(heads: Heads, page_size: int, num_parts: int) -> tuple[Heads, int]:
-    """Returns what attention is on a device that has one of so many parts of each page's tokens, if
-    pages are of latent attention: the heads of all devices, and the tokens of a page there.
+    """Returns what attention is on a device that has one of so many parts of each page's tokens:
+    the heads of those that have the others, and the tokens of a page there.
     """
-    if heads.latent_dim is None:
-        return heads, page_size
     return replace(heads, num_heads=num_parts * heads.num_heads), page_size // num_parts
 
 

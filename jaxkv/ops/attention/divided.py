@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from jaxkv.axes import MeshAxes, axis_names, joined
 from jaxkv.kv.state import Store
 from jaxkv.ops.attention.index import Choice
 
@@ -39,19 +41,23 @@ class Share(NamedTuple):
 
 
 def on_one(
-    function: Callable[..., Any], axis: str | None, device: jax.Device | None = None
+    function: Callable[..., Any], axis: MeshAxes | None, device: jax.Device | None = None
 ) -> Callable[..., Any]:
     """Returns a function as the only device of a mesh axis runs it: this one, or none, where it is
     traced alone. It has whole pages then.
     """
     if axis is None:
         return function
-    mesh = AbstractMesh((1,), (axis,)) if device is None else Mesh([device], (axis,))
+    names = axis_names(axis)
+    sizes = (1,) * len(names)
+    mesh: Any = AbstractMesh(sizes, names)
+    if device is not None:
+        mesh = Mesh(np.array(device).reshape(sizes), names)
     whole = PartitionSpec()
     return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
 
 
-def share_of(store: Store, axis: str | None) -> Share:
+def share_of(store: Store, axis: MeshAxes | None) -> Share:
     """Returns this device's part of the pages; all of them where no axis divides their tokens."""
     if axis is None:
         return Share(0, store.page_size)
@@ -59,12 +65,35 @@ def share_of(store: Store, axis: str | None) -> Share:
     return Share(begin, store.page_size * jax.lax.axis_size(axis))
 
 
+def sharing(axis: MeshAxes | None, num_parts: int) -> MeshAxes | None:
+    """Returns the last of the axes, along which devices have the same where the first divide
+    something into so many parts; None where no two have.
+    """
+    names, first = axis_names(axis), 0
+    while num_parts > 1:
+        num_parts //= jax.lax.axis_size(names[first])
+        first += 1
+    return joined(names[first:])
+
+
+def token_axes(store: Store, axis: MeshAxes | None) -> MeshAxes | None:
+    """Returns those of the axes over which the tokens of a store's pages are divided: the last, of
+    devices that have the same heads; None where a device has all of them.
+    """
+    names, parts = axis_names(axis), store.page_size // store.pages.shape[2]
+    first = len(names)
+    while parts > 1:
+        first -= 1
+        parts //= jax.lax.axis_size(names[first])
+    return joined(names[first:])
+
+
 def own_store(store: Store) -> Store:
     """Returns a store with the layout of this device's part of its pages."""
     return replace(store, layout=replace(store.layout, page_size=store.pages.shape[2]))
 
 
-def own_destinations(dest_T: jax.Array, store: Store, axis: str) -> jax.Array:
+def own_destinations(dest_T: jax.Array, store: Store, axis: MeshAxes) -> jax.Array:
     """Returns where tokens go in this device's store, of where they go in whole pages: past the
     pool for those of other devices.
     """
@@ -75,19 +104,19 @@ def own_destinations(dest_T: jax.Array, store: Store, axis: str) -> jax.Array:
     return jnp.where(is_own_T, own_T, store.num_pages * store.page_size)
 
 
-def of_all_heads(x: jax.Array, axis: str | None, *, along: int) -> jax.Array:
+def of_all_heads(x: jax.Array, axis: MeshAxes | None, *, along: int) -> jax.Array:
     """Returns what all devices have of their heads, which lie along one axis of the array."""
     return x if axis is None else jax.lax.all_gather(x, axis, axis=along, tiled=True)
 
 
-def sum_of_own_heads(x_TNH: jax.Array, axis: str | None) -> jax.Array:
+def sum_of_own_heads(x_TNH: jax.Array, axis: MeshAxes | None) -> jax.Array:
     """Adds up what all devices have found for this device's heads."""
     if axis is None:
         return x_TNH
     return jax.lax.psum_scatter(x_TNH, axis, scatter_dimension=1, tiled=True)
 
 
-def choose_of_all(index: Choice, score: jax.Array, store: Store, axis: str) -> jax.Array:
+def choose_of_all(index: Choice, score: jax.Array, store: Store, axis: MeshAxes) -> jax.Array:
     """Returns which of this device's [.., C] are chosen among those of all devices, where the first
     of equal scores counts by position.
     """

@@ -71,6 +71,8 @@ class MosaicGpu:
             return f"kv_cache_dtype {codec.name}: expected a model in bfloat16, got {codec.dtype}"
         if (reason := runs_on_xla(heads)) is not None:
             return reason
+        if needs.token_parts > 1:
+            return "pages whose tokens devices divide run on xla"
         if heads.latent_dim is not None:
             return "latent attention: expected values apart from keys; its kernel is not built"
         return refused_when_traced(self, heads, needs)

@@ -13,9 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.axes import MeshAxes
 from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.codecs.int4 import Int4Codec
-from jaxkv.kv.layout import LaneLayout, LaneRowsLayout, PageLayout, packing_of, quantised
+from jaxkv.kv.layout import (
+    HeadMajorLayout,
+    LaneLayout,
+    LaneRowsLayout,
+    PageLayout,
+    packing_of,
+    quantised,
+)
 from jaxkv.kv.state import PageTables, Store, write
 from jaxkv.ops.attention import xla
 from jaxkv.ops.attention.absorbed import Absorbed
@@ -32,7 +40,7 @@ from jaxkv.ops.attention.base import (
     refused_when_traced,
     runs_on_xla,
 )
-from jaxkv.ops.attention.divided import own_store, share_of
+from jaxkv.ops.attention.divided import own_store, share_of, token_axes
 from jaxkv.ops.attention.softmax import Softmax
 from kernels_pallas.tpu import (
     Layout,
@@ -42,12 +50,15 @@ from kernels_pallas.tpu import (
     choose_tiles,
     latent_decode_part,
     latent_layout_of,
+    layout_of,
     make_schedule,
     most_rows_of_parts,
     padded_head_dim,
+    paged_decode_part,
     ragged_latent_attention,
     ragged_paged_attention,
 )
+from kernels_pallas.tpu.layout import LANES
 
 READERS = "layers that attend to what another has stored run on xla"
 
@@ -71,7 +82,7 @@ class PallasTpu:
     aligned_len: ClassVar[int] = 1
     interpret: Any = False
     tiles: Tiles | None = None
-    tokens_over: str | None = None
+    tokens_over: MeshAxes | None = None
 
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         if needs.platform != "tpu" and not self.interpret:
@@ -92,8 +103,8 @@ class PallasTpu:
                 return "latent attention: expected scores without a cap and without sinks"
             if isinstance(needs.codec, Int4Codec):  # it mixes what is value with what is not
                 return "latent attention: kv_cache_dtype: expected bfloat16, float32 or int8"
-            if needs.token_parts > 1:
-                return self._refuses_parts(heads, needs)
+        if needs.token_parts > 1:
+            return self._refuses_parts(heads, needs)
         return refused_when_traced(self, heads, needs)
 
     def _refuses_parts(self, heads: Heads, needs: Needs) -> str | None:
@@ -101,27 +112,24 @@ class PallasTpu:
         if not isinstance(needs.codec, PlainCodec):  # XLA reads these pages too
             reason = f"kv_cache_dtype: expected bfloat16 or float32, got {needs.codec.name}"
         elif heads.window is not None:
-            reason = f"expected latent attention without a window, got {heads.window}"
+            reason = f"expected attention without a window, got {heads.window}"
+        elif heads.has_sinks:
+            reason = "expected scores without sinks"
         else:
             reason = refused_when_traced(replace(self, tokens_over="devices"), heads, needs)
         return reason and f"a part of pages on each device: {reason}"
 
-    def _divides(self, heads: Heads | PageLayout) -> str | None:
-        """Returns the mesh axis over which the tokens of these pages are divided."""
-        return None if heads.latent_dim is None else self.tokens_over
-
     def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> PageLayout:
-        if self._divides(heads) is not None:  # XLA reads them too; in memory they are the same
-            return LaneRowsLayout(
-                num_kv_heads=heads.num_kv_heads,
-                head_dim=heads.head_dim,
-                page_size=page_size,
-                codec=codec,
-                latent_dim=heads.latent_dim,
-            )
-        return LaneLayout(
+        is_latent = heads.latent_dim is not None
+        head_dim = padded_head_dim(heads.head_dim, latent=is_latent)
+        kind: type[PageLayout] = LaneLayout
+        if self.tokens_over is not None:  # XLA reads them too; in memory they are the same
+            is_whole = not is_latent and head_dim % LANES == 0
+            kind = HeadMajorLayout if is_whole else LaneRowsLayout
+            head_dim = heads.head_dim if is_latent else head_dim
+        return kind(
             num_kv_heads=heads.num_kv_heads,
-            head_dim=padded_head_dim(heads.head_dim, latent=heads.latent_dim is not None),
+            head_dim=head_dim,
             page_size=page_size,
             codec=codec,
             latent_dim=heads.latent_dim,
@@ -131,9 +139,9 @@ class PallasTpu:
         self, store: Store, tables: PageTables, batch: Batch, heads: Heads
     ) -> Schedule | Divided:
         refuse_chunks(heads)
-        if (axis := self._divides(store.layout)) is not None:
-            return self._prepare_parts(store, tables, batch, heads, axis)
-        layout = _layout_of(store)
+        if not isinstance(store.layout, LaneLayout):
+            return self._prepare_parts(store, tables, batch, heads)
+        layout = store.layout
         return make_schedule(
             tables.table_BW,
             tables.first_BW,
@@ -158,10 +166,14 @@ class PallasTpu:
         )
 
     def _prepare_parts(
-        self, store: Store, tables: PageTables, batch: Batch, heads: Heads, axis: str
+        self, store: Store, tables: PageTables, batch: Batch, heads: Heads
     ) -> Divided:
-        dest_T, *_ = xla.Xla(tokens_over=axis).prepare(store, tables, batch, heads)
-        store, num_heads = own_store(store), heads.num_heads * jax.lax.axis_size(axis)
+        if self.tokens_over is None:
+            raise TypeError(f"expected pages of the TPU kernels, got {store.layout}")
+        axis = token_axes(store, self.tokens_over)
+        dest_T, *_ = xla.Xla(tokens_over=self.tokens_over).prepare(store, tables, batch, heads)
+        num_parts = 1 if axis is None else jax.lax.axis_size(axis)
+        store, num_heads = own_store(store), heads.num_heads * num_parts
         share, size = share_of(store, axis), store.page_size
         lanes, itemsize = _lanes_of(store), jnp.dtype(store.codec.dtype).itemsize
         len_B = jnp.asarray(tables.len_B + batch.count_B)
@@ -208,11 +220,11 @@ class PallasTpu:
     ) -> Attended:
         refuse_statistics(at)
         refuse_xla_only(terms)
-        if (axis := self._divides(at.store.layout)) is not None:
+        store, layout = at.store, at.store.layout
+        if not isinstance(layout, LaneLayout):
             if k_TKH is None:
                 raise NotImplementedError(READERS)
-            return self._attend_parts(q_TNH, k_TKH, at, batch, prepared, terms, axis)
-        store, layout = at.store, _layout_of(at.store)
+            return self._attend_parts(q_TNH, k_TKH, v_TKH, at, batch, prepared, terms)
         codec, rank = store.codec, layout.latent_dim
         if terms.maps is not None:  # the kernel has this form alone
             q_TNH = terms.maps.absorb(q_TNH)
@@ -263,25 +275,33 @@ class PallasTpu:
     def _attend_parts(
         self,
         q_TNH: jax.Array,
-        k_T1H: jax.Array,
+        k_TKH: jax.Array,
+        v_TKH: jax.Array | None,
         at: Place,
         batch: Batch,
         prepared: Divided,
         terms: Terms,
-        axis: str,
     ) -> Attended:
         """Attends decode rows by the kernel, which writes their own tokens where there is nothing
         else to write, and chunks by XLA.
         """
+        axis = token_axes(at.store, self.tokens_over)
         store, whole = own_store(at.store), at.store.layout
         if not batch.decode_only:
-            store = write(store, k_T1H, None, dest_T=prepared.dest_T, layer=at.layer)
+            store = write(store, k_TKH, v_TKH, dest_T=prepared.dest_T, layer=at.layer)
         form = Absorbed(terms.maps, store.layout, terms.scale, axis)
         num_rows = min(len(batch.count_B), len(q_TNH))
+        new = k_TKH if v_TKH is None else jnp.concatenate([k_TKH, v_TKH], axis=1)
         softmax, store = self._decode_parts(
-            form.enter(q_TNH[:num_rows]), k_T1H[:num_rows, 0], store, at.layer, prepared.schedules
+            form.enter(q_TNH[:num_rows]),
+            new[:num_rows],
+            store,
+            at.layer,
+            prepared.schedules,
+            softcap=terms.cap or None,
         )
-        out_TNH = form.leave(softmax.over(axis).result())
+        softmax = softmax if axis is None else softmax.over(axis)
+        out_TNH = form.leave(softmax.result())
         if not batch.decode_only:
             out_TNH, _ = xla.read(
                 q_TNH,
@@ -289,6 +309,7 @@ class PallasTpu:
                 batch,
                 scale=terms.scale,
                 window=None,
+                cap=terms.cap,
                 maps=terms.maps,
                 tokens_over=axis,
                 decoded=out_TNH,
@@ -298,13 +319,15 @@ class PallasTpu:
     def _decode_parts(
         self,
         q_BNH: jax.Array,
-        row_BH: jax.Array,
+        new_BVH: jax.Array,
         store: Store,
         layer: int | jax.Array,
         schedules: Schedule,
+        *,
+        softcap: float | None,
     ) -> tuple[Softmax, Store]:
         """Returns the softmaxes of rows over this device's part of their pages, [B, N] and [B, N,
-        R], and the store with their new tokens.
+        H], and the store with their new tokens, keys before values.
         """
         lanes, num_groups = _lanes_of(store), len(schedules.decode.num)
 
@@ -313,9 +336,15 @@ class PallasTpu:
             return _grouped(jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)), num_groups)
 
         def attend(pages: jax.Array, group: tuple[jax.Array, jax.Array, Schedule]) -> Any:
-            part, pages = latent_decode_part(
-                *(group[0], group[1], pages, group[2]),
-                rank=lanes.value_dim,
+            q_bNH, new_bVH, schedule = group
+            if lanes.kind == "latent":
+                of_kind = partial(latent_decode_part, q_bNH, new_bVH[:, 0], rank=lanes.value_dim)
+            else:
+                k_bKH, v_bKH = jnp.split(new_bVH, 2, axis=1)
+                of_kind = partial(paged_decode_part, q_bNH, k_bKH, v_bKH, softcap=softcap)
+            part, pages = of_kind(
+                pages,
+                schedule,
                 layer=layer,
                 num_pages=store.num_pages,
                 scale=1.0,  # which queries have
@@ -324,10 +353,10 @@ class PallasTpu:
             return pages, part
 
         pages, parts = jax.lax.scan(
-            attend, store.pages, (of_group(q_BNH), of_group(row_BH), schedules)
+            attend, store.pages, (of_group(q_BNH), of_group(new_BVH), schedules)
         )
-        out_BNR, max_BN, sum_BN = (x.reshape(-1, *x.shape[2:])[: len(q_BNH)] for x in parts)
-        return Softmax(max_BN, sum_BN, out_BNR * sum_BN[..., None]), store.with_arrays(pages)
+        out_BNH, max_BN, sum_BN = (x.reshape(-1, *x.shape[2:])[: len(q_BNH)] for x in parts)
+        return Softmax(max_BN, sum_BN, out_BNH * sum_BN[..., None]), store.with_arrays(pages)
 
 
 def _grouped(x: jax.Array, num_groups: int) -> jax.Array:
@@ -340,14 +369,9 @@ def _grouped(x: jax.Array, num_groups: int) -> jax.Array:
 
 
 def _lanes_of(store: Store) -> Layout:
-    """Returns how the kernel sees the rows of latent pages that XLA reads too."""
-    width, rank = store.layout.head_dim, store.layout.latent_dim
-    if rank is None:
-        raise TypeError(f"expected pages of latent attention, got {store.layout}")
-    return latent_layout_of(width=padded_head_dim(width, latent=True), rank=rank)
-
-
-def _layout_of(store: Store) -> LaneLayout:
-    if not isinstance(store.layout, LaneLayout):
-        raise TypeError(f"expected pages of the TPU kernels, got {store.layout}")
-    return store.layout
+    """Returns how the kernel sees pages that XLA reads too."""
+    layout = store.layout
+    if layout.latent_dim is None:
+        return layout_of(kv_heads=layout.num_kv_heads, head_dim=layout.head_dim)
+    width = padded_head_dim(layout.head_dim, latent=True)
+    return latent_layout_of(width=width, rank=layout.latent_dim)

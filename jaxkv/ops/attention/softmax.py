@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.kv.state import Statistics
 
 MASKED = -1e30
@@ -59,7 +60,7 @@ class Softmax(NamedTuple):
         )
         return Softmax(top, mine.sum + its.sum, mine.acc + its.acc, entropy)
 
-    def over(self, axis: str) -> Softmax:
+    def over(self, axis: MeshAxes) -> Softmax:
         """Returns the softmax over the keys of all devices of a mesh axis, with this device's part
         of the accumulator: results are to be added up. Source: as `merged`.
         """

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.kv.codecs import Elements, decode_elements
 from jaxkv.kv.layout import HeadMajorLayout, once
 from jaxkv.kv.state import BEHIND, PageTables, Store
@@ -49,7 +50,7 @@ class Scores(NamedTuple):
     entry: EntryShape | None = None
     choice: Choice | None = None
     distances: Distances | None = None
-    tokens_over: str | None = None
+    tokens_over: MeshAxes | None = None
 
     def with_tokens(self, change: Change) -> Scores:
         """Returns it for other tokens, which `change` makes of arrays [T, ..]."""
@@ -132,7 +133,7 @@ class Blocking(NamedTuple):
 
 
 def rows_of(
-    store: Store, tables: PageTables, window: Window, tokens_over: str | None = None
+    store: Store, tables: PageTables, window: Window, tokens_over: MeshAxes | None = None
 ) -> Rows:
     """Returns the pages of all rows. tokens_over: as in `Scores`; then the store has this device's
     tokens of each page alone.

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from jaxkv.axes import MeshAxes
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import HeadMajorLayout, LaneRowsLayout
 from jaxkv.kv.state import (
@@ -31,7 +32,7 @@ from jaxkv.ops.attention import expanded, native
 from jaxkv.ops.attention.absorbed import Absorbed
 from jaxkv.ops.attention.base import Attended, Batch, Heads, LatentMaps, Needs, Place, Terms
 from jaxkv.ops.attention.distances import Distances
-from jaxkv.ops.attention.divided import of_all_heads, own_destinations, own_store
+from jaxkv.ops.attention.divided import of_all_heads, own_destinations, own_store, token_axes
 from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
 from jaxkv.ops.attention.index import Choice, Entries, EntryShape
 from jaxkv.ops.attention.select import select_pages
@@ -91,7 +92,7 @@ class Xla:
     aligned_len: ClassVar[int] = BLOCK
     deterministic: bool = False
     on_lanes: bool = False
-    tokens_over: str | None = None
+    tokens_over: MeshAxes | None = None
 
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         return None
@@ -115,13 +116,9 @@ class Xla:
         start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
         offset_T = jnp.arange(batch.token_T.shape[0], dtype=jnp.int32) - start_T
         dest_T = destinations(store, tables, row_T=batch.row_T, offset_T=offset_T)
-        if (axis := self._divides(store)) is not None:
+        if (axis := token_axes(store, self.tokens_over)) is not None:
             dest_T = own_destinations(dest_T, own_store(store), axis)
         return dest_T, heads.window, heads.chunk
-
-    def _divides(self, store: Store) -> str | None:
-        """Returns the mesh axis over which the tokens of this store's pages are divided."""
-        return None if store.layout.latent_dim is None else self.tokens_over
 
     def attend(
         self,
@@ -134,7 +131,7 @@ class Xla:
         terms: Terms,
     ) -> Attended:
         dest_T, window, chunk = prepared
-        store, index, tokens_over = at.store, terms.index, self._divides(at.store)
+        store, index, tokens_over = at.store, terms.index, token_axes(at.store, self.tokens_over)
         if tokens_over is not None:
             store = own_store(store)
         if k_TKH is not None:
@@ -176,7 +173,7 @@ def read(
     index: Choice | None = None,
     distances: Distances | None = None,
     entry: EntryShape | None = None,
-    tokens_over: str | None = None,
+    tokens_over: MeshAxes | None = None,
     decoded: jax.Array | None = None,
     deterministic: bool = False,
 ) -> tuple[jax.Array, Statistics | None]:
@@ -185,8 +182,8 @@ def read(
     `at.statistics` with this layer's added.
 
     maps, index, distances: as in `base.Terms`; without maps latent queries and outputs are absorbed
-    ones. entry: of entries, that `index` chooses among then. tokens_over: as in `Scores`, of latent
-    attention; decoded: what its decode rows come to, where that is known, [B, N, V].
+    ones. entry: of entries, that `index` chooses among then. tokens_over: as in `Scores`; decoded:
+    what its decode rows come to, where that is known, [B, N, V].
     `deterministic`: on a CPU, a query gets the same bits in a decode row as in a prefill chunk.
     """
     codec, q_TNH = at.store.codec, q_TNH.astype(jnp.float32)
@@ -196,7 +193,7 @@ def read(
     asked = Scores(window, chunk, cap, sinks_KG, entry, index, distances, tokens_over)
     of_rows = partial(_read_rows, at=at, batch=batch, asked=asked, deterministic=deterministic)
 
-    if maps is None and tokens_over is None:
+    if maps is None and tokens_over is None and decoded is None:
         # Once for all: what a rotation rounds to may depend on how many are rotated.
         out_TNH, statistics = of_rows(codec.rotate(q_TNH * scale), batch.count_B)
         return codec.restore(out_TNH)[..., : at.store.layout.latent_dim], statistics
@@ -252,6 +249,7 @@ def _read_rows(
     """
     # `deterministic` wants one code for pages of any kind and size.
     has_more = asked.choice is not None or asked.distances is not None
+    has_more = has_more or asked.tokens_over is not None
     handler = None if has_more or deterministic else native.handler_for(at)
     is_all = handler is not None and is_wide()
     by_xla = partial(
