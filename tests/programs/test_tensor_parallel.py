@@ -39,11 +39,11 @@ POLICIES = {
     "h2o_page": 1e-4,
     "page_norm": 1e-4,
     "quest": 1e-4,
-    "streaming:int8": 1e-3,
+    "streaming:int8": 0.02,
     "entropy": 0.02,
 }
 """And how far logprobs may be apart: sums in another order round a few numbers of a demoted page
-the other way.
+the other way, which is as much as where all pages are rounded.
 """
 FAST = "vocabulary divided"
 
