@@ -42,6 +42,7 @@ from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PagedKV, PageTables, Store, empty_store
 from jaxkv.models.spec import KVGroup, ModelSpec
 from jaxkv.ops import native
+from jaxkv.ops.attention import Backend
 from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.placement import Placement
 from jaxkv.programs import continuation as continuing
@@ -99,7 +100,7 @@ class State:
     paged: PagedKV
     rows: tuple[KVHandle, ...] = static()
     limits: EngineConfig = static()
-    backend: str = static()
+    backend: Backend = static()
     groups: tuple[KVGroup, ...] = static()
     """Says which layers of its model keep which keys and values."""
 
@@ -144,6 +145,8 @@ def load(
     backend: str = "auto",
     kv_cache_dtype: str = "auto",
     tensor_parallel_size: int = 1,
+    decode_context_parallel_size: int = 1,
+    enable_expert_parallel: bool = False,
     skip_tokenizer_init: bool = False,
 ) -> Model:
     """Loads a model: a directory, a hub id, or None for the demo model. Arguments as in `LLM`."""
@@ -153,6 +156,8 @@ def load(
         backend=backend,
         kv_cache_dtype=kv_cache_dtype,
         tensor_parallel_size=tensor_parallel_size,
+        decode_context_parallel_size=decode_context_parallel_size,
+        enable_expert_parallel=enable_expert_parallel,
         skip_tokenizer_init=skip_tokenizer_init,
         runner="generate",
     )
@@ -251,7 +256,7 @@ def empty(
             raise
         raise ValueError(f"{OWN_NAMES[name]}:{what}") from error
     rows = (KVHandle(),) * num_rows
-    return State(paged, rows, sized.limits, sized.backend, before.spec.groups)
+    return State(paged, rows, sized.limits, sized.attention, before.spec.groups)
 
 
 def prefill(model: Model, kv: State, prompts: Any) -> tuple[State, jax.Array]:

@@ -95,7 +95,7 @@ import json, sys
 from pathlib import Path
 import jax, numpy as np
 from safetensors.numpy import load_file
-from jaxkv import LLM, LoRARequest, SamplingParams
+from jaxkv import LLM, LoRARequest, SamplingParams, functional as jk
 from jaxkv.testing import blueprint_of, engine_of, model_of
 
 path, converted, folder, asked, adapter = sys.argv[1:]
@@ -130,11 +130,22 @@ def run(size, path, *sources, **more):
         "described": llm.describe(),
     }
 
+def by_functions(**more):
+    model = jk.load(path, dtype="float32", skip_tokenizer_init=True, **more)
+    kv = jk.empty(model, num_pages=20, page_size=8, num_rows=3, max_num_batched_tokens=32)
+    kv, logits = jk.prefill(model, kv, [one["prompt_token_ids"] for one in prompts])
+    kv = jk.fork(kv, 1, to=2)
+    kv, tokens = jk.decode(model, kv, [*logits.argmax(axis=1).tolist(), 5], n=5)
+    return tokens.tolist()
+
 stored, divided = json.loads(asked)
 llm, one = run(1, path, **stored)
 tree = jax.tree.map(np.asarray, model_of(llm).weights)
 tree["layers"].pop("k_affine", None)
-print(json.dumps([one, run(4, converted, named, tree, path, **stored, **divided)[1]]))
+four = run(4, converted, named, tree, path, **stored, **divided)[1]
+if divided["decode_context_parallel_size"] > 1:
+    one["functional"], four["functional"] = by_functions(), by_functions(tensor_parallel_size=4, **divided)
+print(json.dumps([one, four]))
 """
 
 
@@ -171,6 +182,7 @@ def test_four_devices_give_the_results_of_one(tmp_path, variant, context, kv_dty
     one, four = json.loads(done.stdout)
     assert four["tokens"] == one["tokens"]
     assert four["restored"] == one["restored"] * 2
+    assert four.get("functional") == one.get("functional")
     np.testing.assert_allclose(four["logprobs"], one["logprobs"], rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(four["affine"], one["affine"], rtol=0, atol=1e-5)
     assert any(one["affine"]) == (kv_dtype != "auto")
