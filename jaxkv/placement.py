@@ -369,9 +369,11 @@ def _mesh_shape(spec: ModelSpec, layout: Layout, size: int, context: int) -> tup
     parts = sorted(numbers - {1}) or [1]
     shape = [parts[0], *(b // a for a, b in pairwise(parts))]
     if any(b % a for a, b in pairwise(parts)):
+        divided = "" if context == 1 else f" and decode_context_parallel_size {context}"
         raise NotImplementedError(
             f"tensor_parallel_size: expected numbers of KV heads that divide each other where "
             f"devices share some, got parts of {', '.join(map(str, parts[:-1]))} with {size}"
+            f"{divided}"
         )
     return tuple(shape)
 
@@ -406,6 +408,11 @@ def _check_context(spec: ModelSpec, size: int, context: Any) -> None:
     if not is_int(context) or context < 1 or most % context:
         if not groups:
             raise ValueError(f"{expected}, for a model without attention")
+        if size == 1:
+            raise ValueError(
+                f"decode_context_parallel_size: expected 1, got {context!r}, with "
+                f"tensor_parallel_size 1"
+            )
         if most == 1:
             raise ValueError(
                 f"decode_context_parallel_size: expected 1, got {context!r}: each of {size} "

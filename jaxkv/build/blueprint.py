@@ -549,6 +549,11 @@ def _place(
 def _check_parts(page_size: int, context: int, spec: ModelSpec) -> None:
     """Raises: ValueError for a page whose tokens cannot be divided between so many devices."""
     pool = 1 if spec.attention.index is None else spec.attention.index.pool
+    if context & (context - 1):
+        raise ValueError(
+            f"decode_context_parallel_size: expected a power of 2, as the tokens of a page are "
+            f"(block_size), got {context}"
+        )
     if context > 1 and page_size % (context * pool):
         together = "" if pool == 1 else f" x the {pool} tokens that are chosen together"
         raise ValueError(

@@ -121,12 +121,17 @@ def test_two_devices_give_the_results_of_one_and_have_half_of_it(tmp_path, varia
         (
             "deepseek_v3",
             {"tensor_parallel_size": 1},
-            "expected 1, got 4: each of 1 devices has KV heads of its own",
+            "expected 1, got 4, with tensor_parallel_size 1",
         ),
         (
             "deepseek_v3",
             {"tensor_parallel_size": 16, "decode_context_parallel_size": 16, "block_size": 8},
             "16, got 8",
+        ),
+        (
+            "llama",
+            {"tensor_parallel_size": 6, "decode_context_parallel_size": 3},
+            "decode_context_parallel_size: expected a power of 2, .*, got 3",
         ),
         (
             "glm5_next_text",
@@ -157,8 +162,13 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path, variant, asked, err
     config = (text_config if variant in VARIANTS else tiny_config)(variant)
     heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4)
     sizes = dict.fromkeys((*heads, "intermediate_size", "moe_intermediate_size"), 16)
-    pool = {"index_kpool": 8}
-    changes = {"deepseek_v3": sizes, "mixtral": heads, "glm5_next_text": pool}
+    pool, width = {"index_kpool": 8}, {"intermediate_size": 96}
+    changes = {
+        "deepseek_v3": sizes,
+        "glm5_next_text": pool,
+        "llama": width,
+        "mixtral": heads,
+    }
     path = make_checkpoint(tmp_path, config | changes.get(variant, {}))
     given = {"tensor_parallel_size": 4, "decode_context_parallel_size": 4} | asked
     options = EngineOptions(path, **SMALL | given)

@@ -79,15 +79,19 @@ def test_query_heads_have_to_be_divided_all_the_same(tmp_path, variant, changes,
         place(spec, layout, jax.devices()[:1] * 4, 4)
 
 
-def test_numbers_of_kv_heads_that_do_not_divide_each_other_are_refused(tmp_path):
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 6, "num_global_key_value_heads": 4}
-    heads["attention_k_eq_v"] = True
+@pytest.mark.parametrize(
+    ("kv_heads", "context", "parts"),
+    [((6, 4), 1, "4, 6 with 12"), ((4, 1), 4, "3, 4 with 12 and decode_context_parallel_size 4")],
+)
+def test_numbers_of_kv_heads_that_do_not_divide_each_other_are_refused(
+    tmp_path, kv_heads, context, parts
+):
+    heads = {"num_attention_heads": 12, "attention_k_eq_v": True}
+    heads |= dict(zip(("num_key_value_heads", "num_global_key_value_heads"), kv_heads, strict=True))
     directory = make_checkpoint(tmp_path, text_config("gemma4_text") | NEMO | heads)
     spec, layout = read_family(read_config(directory))
-    with pytest.raises(
-        NotImplementedError, match=r"divide each other .*, got parts of 4, 6 with 12"
-    ):
-        place(spec, layout, jax.devices()[:1] * 12, 12)
+    with pytest.raises(NotImplementedError, match=f"divide each other .*, got parts of {parts}$"):
+        place(spec, layout, jax.devices()[:1] * 12, 12, context=context)
 
 
 RUN = """
