@@ -16,7 +16,10 @@ or weighs), "ngrams" (rows of tables) and None.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 import jax
 import numpy as np
@@ -35,6 +38,12 @@ def axis_names(axes: MeshAxes | None) -> tuple[str, ...]:
 def joined(names: tuple[str, ...]) -> MeshAxes | None:
     """Returns the axes of these names; None for none."""
     return names[0] if len(names) == 1 else names or None
+
+
+def num_axes(lengths: Iterable[int], num_parts: int) -> int:
+    """Counts how many of the first axes, of these lengths, make so many parts."""
+    products = accumulate(lengths, mul, initial=1)
+    return next(count for count, product in enumerate(products) if product >= num_parts)
 
 
 @dataclass(frozen=True, slots=True)

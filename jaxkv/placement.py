@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxkv.axes import MeshAxes, axis_names, joined
+from jaxkv.axes import MeshAxes, axis_names, joined, num_axes
 from jaxkv.config import is_int
 from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models import differential
@@ -206,20 +206,12 @@ def _names(shape: tuple[int, ...]) -> tuple[str, ...]:
 
 def _first(shape: tuple[int, ...], num_parts: int) -> MeshAxes | None:
     """Returns the first axes of a mesh of that shape, which make so many parts."""
-    names: tuple[str, ...] = ()
-    for name, length in zip(_names(shape), shape, strict=True):
-        if num_parts > 1:
-            names, num_parts = (*names, name), num_parts // length
-    return joined(names)
+    return joined(_names(shape)[: num_axes(shape, num_parts)])
 
 
 def _last(shape: tuple[int, ...], num_parts: int) -> MeshAxes | None:
     """Returns the last axes of a mesh of that shape, which make so many parts."""
-    names, first = _names(shape), len(shape)
-    while num_parts > 1:
-        first -= 1
-        num_parts //= shape[first]
-    return joined(names[first:])
+    return joined(_names(shape)[len(shape) - num_axes(shape[::-1], num_parts) :])
 
 
 def on_every_device(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxkv.axes import MeshAxes, axis_names, joined
+from jaxkv.axes import MeshAxes, axis_names, joined, num_axes
 from jaxkv.kv.state import Store
 from jaxkv.ops.attention.index import Choice
 
@@ -69,23 +69,17 @@ def sharing(axis: MeshAxes | None, num_parts: int) -> MeshAxes | None:
     """Returns the last of the axes, along which devices have the same where the first divide
     something into so many parts; None where no two have.
     """
-    names, first = axis_names(axis), 0
-    while num_parts > 1:
-        num_parts //= jax.lax.axis_size(names[first])
-        first += 1
-    return joined(names[first:])
+    names = axis_names(axis)
+    return joined(names[num_axes(map(jax.lax.axis_size, names), num_parts) :])
 
 
 def token_axes(store: Store, axis: MeshAxes | None) -> MeshAxes | None:
     """Returns those of the axes over which the tokens of a store's pages are divided: the last, of
     devices that have the same heads; None where a device has all of them.
     """
-    names, parts = axis_names(axis), store.page_size // store.pages.shape[2]
-    first = len(names)
-    while parts > 1:
-        first -= 1
-        parts //= jax.lax.axis_size(names[first])
-    return joined(names[first:])
+    names, num_parts = axis_names(axis), store.page_size // store.pages.shape[2]
+    sizes = map(jax.lax.axis_size, names[::-1])
+    return joined(names[len(names) - num_axes(sizes, num_parts) :])
 
 
 def own_store(store: Store) -> Store:
