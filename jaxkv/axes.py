@@ -43,7 +43,7 @@ def joined(names: tuple[str, ...]) -> MeshAxes | None:
 def num_axes(lengths: Iterable[int], num_parts: int) -> int:
     """Counts how many of the first axes, of these lengths, make so many parts."""
     products = accumulate(lengths, mul, initial=1)
-    return next(count for count, product in enumerate(products) if product >= num_parts)
+    return next(count for count, product in enumerate(products) if product == num_parts)
 
 
 @dataclass(frozen=True, slots=True)

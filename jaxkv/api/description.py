@@ -61,16 +61,17 @@ def _matmuls(blueprint: Blueprint) -> list[str]:
 
 def _parts(blueprint: Blueprint) -> str:
     """Says how many devices have a number, where that is not one of them."""
-    shared, placement = blueprint.shared, blueprint.placement
-    if not shared:
-        return ""
+    placement = blueprint.placement
     groups = [group for group in blueprint.spec.groups if group.layers]
+    found = []
     if placement.context > 1:
         counts = {placement.token_parts(group.num_parts(placement.size)) for group in groups}
-        return f" ({' or '.join(map(str, sorted(counts)))} devices divide each page's tokens)"
-    if any(group.latent_dim for group in groups):
-        return " (of latent attention on every device)"
-    return f" ({shared} copies of each KV head)"
+        found.append(f"{' or '.join(map(str, sorted(counts)))} devices divide each page's tokens")
+    if blueprint.kv_copies and any(group.latent_dim for group in groups):
+        found.append(f"of latent attention {blueprint.kv_copies} devices have the same")
+    elif blueprint.kv_copies:
+        found.append(f"{blueprint.kv_copies} copies of each KV head")
+    return f" ({', '.join(found)})" if found else ""
 
 
 def _row(blueprint: Blueprint, engine: Engine) -> str:

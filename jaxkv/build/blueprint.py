@@ -82,12 +82,13 @@ class Blueprint:
         return self.placement.size
 
     @property
-    def shared(self) -> str:
-        """Says how many devices have the same KV heads: "2", or "1 or 2" where layers differ in it;
-        nothing where each has its own.
+    def kv_copies(self) -> str:
+        """Says how many devices have the same of each KV head: "2", or "1 or 2" where layers differ
+        in it; nothing where each has its own.
         """
-        count, groups = self.num_devices, (one for one in self.spec.groups if one.layers)
-        counts = {count // group.num_parts(count) for group in groups}
+        placement, groups = self.placement, (one for one in self.spec.groups if one.layers)
+        parts = [group.num_parts(placement.size) for group in groups]
+        counts = {placement.size // (count * placement.token_parts(count)) for count in parts}
         return " or ".join(map(str, sorted(counts))) if max(counts, default=1) > 1 else ""
 
     @property

@@ -244,8 +244,8 @@ def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences
     heads = (
         f"{spec.query_heads} query and {spec.groups[0].num_kv_heads} KV heads of {spec.head_dim}"
     )
-    if blueprint.shared and blueprint.placement.context == 1:
-        heads += f" ({blueprint.shared} copies of each)"
+    if blueprint.kv_copies:
+        heads += f" ({blueprint.kv_copies} copies of each)"
     if not spec.kv_layers:
         heads = "no attention"
     elif spec.groups[0].latent_dim is not None:
