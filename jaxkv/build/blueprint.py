@@ -108,12 +108,9 @@ class Blueprint:
     def attention_over(self, num_parts: int) -> Backend:
         """Returns the backend as it is to KV groups whose heads are divided into so many parts."""
         backend: Any = self.attention
-        is_divided = self.placement.token_parts(num_parts) > 1
-        return (
-            backend
-            if is_divided == (self.placement.context > 1)
-            else replace(backend, tokens_over=None)
-        )
+        if self.placement.context > 1 and self.placement.token_parts(num_parts) == 1:
+            return replace(backend, tokens_over=None)
+        return backend
 
     @property
     def kv_cache_dtype(self) -> str:

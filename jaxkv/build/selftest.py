@@ -107,10 +107,8 @@ def _verdicts(blueprint: Blueprint) -> Iterator[Verdict]:
     of_groups = zip(spec.groups, heads_of(spec, num_devices=count), blueprint.codecs, strict=True)
     for group, heads, codec in of_groups:
         num_parts = group.num_parts(count)
-        token_parts, attention = (
-            blueprint.placement.token_parts(num_parts),
-            blueprint.attention_over(num_parts),
-        )
+        token_parts = blueprint.placement.token_parts(num_parts)
+        attention = blueprint.attention_over(num_parts)
         own, page_size = of_part(heads, blueprint.limits.block_size, token_parts)
         cases += [(case, attention) for case in make_cases(own, codec, page_size)]
     for case, attention in dict.fromkeys(cases):
