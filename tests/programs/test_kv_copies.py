@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from adapters import make_adapter
 from families import VARIANTS, text_config
+from jaxkv.axes import axis_names
 from jaxkv.models.families import read_config, read_family
 from jaxkv.placement import place
 from jaxkv.weights.orbax import convert
@@ -77,6 +78,27 @@ def test_query_heads_have_to_be_divided_all_the_same(tmp_path, variant, changes,
     spec, layout = read_family(read_config(directory))
     with pytest.raises(ValueError, match=message):
         place(spec, layout, jax.devices()[:1] * 4, 4)
+
+
+@pytest.mark.parametrize(("context", "shape"), [(1, (3, 4)), (2, (3, 2, 2)), (4, (3, 4))])
+def test_tokens_are_divided_over_the_last_axes_and_heads_over_the_first(tmp_path, context, shape):
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 3, "intermediate_size": 96}
+    spec, layout = read_family(
+        read_config(
+            make_checkpoint(tmp_path, tiny_config("llama") | HEADS | heads | {"head_dim": 8})
+        )
+    )
+    placement = place(spec, layout, jax.devices()[:1] * 12, 12, context=context)
+    assert placement.mesh_shape == shape
+    mesh = AbstractMesh(placement.mesh_shape, placement.mesh_names)
+    pages, extremes = (NamedSharding(mesh, parts) for parts in placement.of_pages(3))
+    assert pages.shard_shape((5, 6, 16, 8)) == (5, 2, 16 // context, 8)
+    assert extremes.shard_shape((5, 2, 3, 8)) == (5, 2, 1, 8)
+    # Neighbours have the same heads, and of these neighbours the parts of their pages.
+    first = [placement.mesh_names.index(name) for name in axis_names(pages.spec[1])]
+    assert first == [0]
+    last = [placement.mesh_names.index(name) for name in axis_names((*pages.spec, None)[2])]
+    assert last == ([] if context == 1 else [len(shape) - 1])
 
 
 @pytest.mark.parametrize(

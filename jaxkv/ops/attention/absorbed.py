@@ -17,7 +17,8 @@ from jaxkv.ops.attention.divided import of_all_heads, sum_of_own_heads
 
 class Absorbed(NamedTuple):
     """Says what queries and what they find go through. maps: None where the caller has it all
-    absorbed; layout: of the pages; scale: of the scores; tokens_over: as in `sweep.Scores`.
+    absorbed, or where values are beside keys and nothing is; layout: of the pages; scale: of the
+    scores; tokens_over: as in `sweep.Scores`.
     """
 
     maps: LatentMaps | None

@@ -1,9 +1,10 @@
-"""Divides the tokens of each page of latent attention over the devices of a mesh axis.
+"""Divides the tokens of each page over devices that have the same KV heads; with latent attention,
+whose rows are of all heads, these are all devices.
 
 A page of S tokens is on D devices: the first has its first S / D tokens, and so on. A device sees a
-store of smaller pages. Queries of all heads meet what each device has (`Softmax.over`), and what
-they find is added up head by head; or all devices' rows come to each device's heads. vLLM's decode
-context parallelism divides the same rows token by token.
+store of smaller pages. Queries of all heads that meet the page meet what each device has
+(`Softmax.over`), and what they find is added up head by head; or all devices' latent rows come to
+each device's heads. vLLM's decode context parallelism divides the same rows token by token.
 """
 
 from __future__ import annotations
@@ -99,12 +100,12 @@ def own_destinations(dest_T: jax.Array, store: Store, axis: MeshAxes) -> jax.Arr
 
 
 def of_all_heads(x: jax.Array, axis: MeshAxes | None, *, along: int) -> jax.Array:
-    """Returns what all devices have of their heads, which lie along one axis of the array."""
+    """Returns what the devices have of their heads, which lie along one axis of the array."""
     return x if axis is None else jax.lax.all_gather(x, axis, axis=along, tiled=True)
 
 
 def sum_of_own_heads(x_TNH: jax.Array, axis: MeshAxes | None) -> jax.Array:
-    """Adds up what all devices have found for this device's heads."""
+    """Adds up what the devices have found for this device's heads."""
     if axis is None:
         return x_TNH
     return jax.lax.psum_scatter(x_TNH, axis, scatter_dimension=1, tiled=True)
