@@ -30,6 +30,7 @@ import numpy as np
 
 from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.compile_cache import kernel_folder, use_compile_cache
+from jaxkv.build.joining import devices_for
 from jaxkv.build.memory import check_room
 from jaxkv.build.model import find_model
 from jaxkv.build.options import EngineOptions
@@ -45,6 +46,7 @@ from jaxkv.ops import native
 from jaxkv.ops.attention import Backend
 from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.placement import Placement
+from jaxkv.processes import own_device
 from jaxkv.programs import continuation as continuing
 from jaxkv.programs.buckets import fit_bucket, num_step_rows, row_buckets, token_buckets
 from jaxkv.programs.inputs import bind_tables, empty_newest, empty_rows, next_chunks, packed_batch
@@ -162,7 +164,7 @@ def load(
         runner="generate",
     )
     check_process()
-    devices = jax.devices()
+    devices = devices_for(options)
     use_compile_cache(devices[0])
     native.prepare(kernel_folder(devices[0]))
     found = find_model(options)
@@ -248,7 +250,7 @@ def empty(
         )
         sized = make_tested(make, options).with_pages(num_pages)
         needed = num_pages * sized.page_nbytes
-        check_room(sized.placement.devices[0], needed, "num_pages", "lower it")
+        check_room(own_device(sized.placement.devices), needed, "num_pages", "lower it")
         paged = sized.empty_kv()
     except ValueError as error:
         name, _, what = str(error).partition(":")

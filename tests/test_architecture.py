@@ -18,7 +18,7 @@ FILES = sorted(
 )
 SOURCES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
 FLOORS = [
-    "axes errors config files lora pytree structured version",
+    "axes errors config files lora processes pytree structured version",
     "kv",
     "ops",
     "models weights placement",

@@ -68,6 +68,12 @@ class AsyncLLM(AsyncPoolingCalls):
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
         self._llm = LLM(model, **options)
+        if self._llm.is_follower:
+            self._llm.shutdown()
+            raise ValueError(
+                "AsyncLLM: expected the first process of an engine of several, got another one: "
+                "LLM(...).follow() is for these"
+            )
         self._engine = EngineThread(self._llm)
         # Prompts are made tokens of in a thread of their own, while steps go on. It ends with this
         # object: a call that comes while the engine is shut down is to find it, and the end then.

@@ -435,6 +435,25 @@ def _engine_options(args: argparse.Namespace, command: str) -> dict[str, Any]:
     return {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
 
 
+def _follows(engine: dict[str, Any]) -> bool:
+    """Joins the other processes of an engine of several. In all but the first one it is made here,
+    and follows that one to its end.
+    """
+    if engine.get("nnodes", 1) == 1:
+        return False
+    from jaxkv.api.llm import LLM
+    from jaxkv.build.joining import is_first
+    from jaxkv.build.options import EngineOptions
+
+    if is_first(EngineOptions(**engine)):
+        return False
+    # All hosts of a job are told to stop at once: this one goes on as long as the first one does.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with LLM(**engine) as llm:
+        llm.follow()
+    return True
+
+
 def _sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of `SamplingParams` that were given. Raises: ValueError for a bad one."""
     from jaxkv.config import SamplingParams
@@ -464,14 +483,14 @@ def _generate(args: argparse.Namespace) -> int:
     from jaxkv.lora.request import LoRARequest
 
     given = _sampling_options(args)
-    text = sys.stdin.read() if args.prompt is None else args.prompt
     lora = None if args.lora is None else LoRARequest("lora", 1, args.lora)
     # One prompt needs one row and two or three of the programs: compile those when they are met.
-    llm = LLM(
-        **{"lazy_compile": True, **_engine_options(args, "generate")},
-        max_num_seqs=1,
-        enable_lora=lora is not None,
-    )
+    engine = {"lazy_compile": True, **_engine_options(args, "generate")}
+    engine |= {"max_num_seqs": 1, "enable_lora": lora is not None}
+    if _follows(engine):
+        return 0
+    text = sys.stdin.read() if args.prompt is None else args.prompt
+    llm = LLM(**engine)
     prompt = _chat_prompt(llm, text) if args.chat else text
     stream = llm.stream(prompt, _sampling_params(llm, given), lora_request=lora)
     loaded, compiled_s = time.perf_counter(), llm.compile_s
@@ -524,6 +543,9 @@ def _batch(args: argparse.Namespace) -> int:
     adapters = _lora_modules(args, args.lora_modules, [name])
     if args.response_template is not None:
         read_template(args.response_template)
+    engine = {"lazy_compile": True, **_engine_options(args, "batch")}
+    if _follows(engine):
+        return 0
     try:
         with (
             open_lines(args.input) as source,
@@ -533,7 +555,7 @@ def _batch(args: argparse.Namespace) -> int:
             # Imports and weights take seconds to minutes: only when the files are known to be good.
             from jaxkv.api.llm import LLM
 
-            llm = LLM(**{"lazy_compile": True, **_engine_options(args, "batch")})
+            llm = LLM(**engine)
             counts = run_batch(
                 llm,
                 source,
@@ -607,10 +629,12 @@ def _serve(args: argparse.Namespace) -> int:
         from jaxkv.api.server.run import listen, serve
     except ModuleNotFoundError as error:
         raise ValueError(f'serve: {error}: pip install "jaxkv[serve]"') from error
+    engine = _engine_options(args, "serve")
+    if _follows(engine):
+        return 0
     with listen(options) as at:  # before weights are loaded, which takes long
         from jaxkv.api.async_llm import AsyncLLM
 
-        engine = _engine_options(args, "serve")
         return serve(AsyncLLM(**engine), at, options, names[0])
 
 

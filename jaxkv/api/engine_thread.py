@@ -401,6 +401,7 @@ class EngineThread:
             self._note(live)
         for live in [live for live in self._live.values() if live.submission.is_finished]:
             self._note(live)
+        self._engine.check_alive()
 
     def _note(self, live: _Live) -> None:
         """Notes that there is something new to send."""

@@ -35,6 +35,7 @@ from jaxkv.api.rendering import without_messages
 from jaxkv.api.session import Home, Session, chat_options, digest_of
 from jaxkv.build.compile_cache import kernel_folder, use_compile_cache
 from jaxkv.build.engine_args import EngineArgs
+from jaxkv.build.joining import devices_for, join
 from jaxkv.build.model import Model, find_model
 from jaxkv.build.options import (
     IS_BOOL,
@@ -48,7 +49,9 @@ from jaxkv.build.origin import WeightNames, origin_of
 from jaxkv.build.vllm_arguments import ABSENT_FROM_LLM, absence
 from jaxkv.config import PREFILL, BeamSearchParams, SamplingParams
 from jaxkv.engine.beams import beam_output
+from jaxkv.engine.channel import Sender, connect
 from jaxkv.engine.handover import Handover
+from jaxkv.engine.leader import Follower, Leader
 from jaxkv.engine.metrics import Metric, Metrics
 from jaxkv.engine.replicas import Replicas
 from jaxkv.engine.saving import page_form
@@ -75,6 +78,10 @@ Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""
 
 
+IDENTITY = "identity"
+"""What a leader has its followers compute with it beside requests."""
+
+
 class LLM(PoolingCalls):
     __doc__ = f"""A model ready to generate: loads weights, compiles every step, then allocates the
     KV cache, once. Threads may share one: their requests run in the same steps.
@@ -94,7 +101,8 @@ class LLM(PoolingCalls):
     def __init__(self, options: EngineOptions) -> None:
         check_process()
         check_backend(options.backend)
-        devices = jax.devices()
+        join(options)
+        devices = devices_for(options)
         self._compile_cache = use_compile_cache(devices[0])
         native.prepare(kernel_folder(devices[0]))
         model = find_model(options)
@@ -123,6 +131,11 @@ class LLM(PoolingCalls):
             self._engines = [part.make_engine(self._directory) for part in self._parts]
             self._engine, *prefill = self._engines
             self._front = Handover(prefill[0], self._engine) if prefill else self._engine
+            end = connect(part.blueprint.placement.devices, options.master_addr)
+            if isinstance(end, Sender):
+                self._front = Leader(self._engine, end)
+            elif end is not None:
+                self._front = Follower(self._engine, end)
         self._weight_names = WeightNames()
         self._intake = self._make_intake()
 
@@ -378,6 +391,7 @@ class LLM(PoolingCalls):
         Raises: ValueError with requests under way.
         """
         SLEEP_LEVEL("level", level)
+        self._check_alone("sleep")
         self._front.sleep(keeps_weights=level == 1)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -394,9 +408,30 @@ class LLM(PoolingCalls):
         """Tells whether `sleep` has taken anything that `wake_up` has not brought back."""
         return self._front.is_asleep
 
+    @property
+    def is_follower(self) -> bool:
+        """Tells whether another process of this engine takes the requests, and this one is to
+        `follow` it.
+        """
+        return isinstance(self._front, Follower)
+
+    def follow(self) -> None:
+        """Computes this process's part of what the first process of an engine of several is asked,
+        until that one shuts the engine down (docs/usage.md#several-hosts).
+
+        Raises: ValueError in the first process, EngineDeadError where that has gone without a word.
+        """
+        if not isinstance(self._front, Follower):
+            raise ValueError(
+                "follow: expected another process than the first of an engine of several, got one "
+                "that takes requests itself"
+            )
+        self._front.follow(self._intake.again, {IDENTITY: self._own_origin})
+
     def _loaded_from(self, weights: Any) -> list[Model]:
         """Returns the models of all parts with these weights, beside those that they have."""
         self._front.check_alive()
+        self._check_alone("update_weights")
         try:
             first, *others = self._parts
             model = first.model.updated(first.blueprint, weights)
@@ -470,6 +505,11 @@ class LLM(PoolingCalls):
                 f"engine, got {self._num_replicas}"
             )
 
+    def _check_alone(self, what: str) -> None:
+        """Raises: NotImplementedError where several processes have the engine."""
+        if isinstance(self._front, Leader | Follower):
+            raise NotImplementedError(f"{what}: expected an engine of one process, got of several")
+
     @property
     def compile_s(self) -> float:
         """Counts the seconds in which something was compiled so far, behind running requests
@@ -503,7 +543,10 @@ class LLM(PoolingCalls):
         """Returns fingerprints of the model and what else its outputs depend on, by which runs of
         unlike engines are told apart. Cost: the device reads the weights, once.
         """
-        origin = self._origin(form="")
+        if isinstance(self._front, Leader):
+            origin = self._front.everywhere(IDENTITY, self._own_origin)
+        else:
+            origin = self._own_origin()
         template = getattr(self._model.tokenizer, "chat_template", None)
         limits, options = self._blueprint.limits, self._blueprint.options
         pooling = self._model.pooling
@@ -589,7 +632,11 @@ class LLM(PoolingCalls):
         ValueError with several engines.
         """
         self._check_one("session")
+        self._check_alone("session")
         return Home(owner, self._intake, self._engine, self._origin, chat, lora_request)
+
+    def _own_origin(self) -> Origin:
+        return self._origin(form="")
 
     def _origin(self, form: str) -> Origin:
         """Says what the engine's keys and values are of. Raises: ValueError while it sleeps."""

@@ -24,7 +24,9 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.host_moves import make_tiers
 from jaxkv.holding.directory import Directory
 from jaxkv.placement import bytes_per_device, place
+from jaxkv.processes import check_same, num_processes, own_device
 from jaxkv.programs.executables import ProgramFiles
+from jaxkv.version import VERSION
 from jaxkv.weights.tree import Weights, with_adapters, with_draft
 
 
@@ -45,7 +47,7 @@ class Part:
             model=self.model.on(blueprint),
             blueprint=blueprint,
             budget=replace(self.budget, tried=None, compile_s=0.0),
-            files=open_program_files(blueprint.placement.devices),
+            files=_files(blueprint),
             adapters=blueprint.empty_adapters(),
         )
 
@@ -62,7 +64,9 @@ class Part:
         """
         blueprint, tokenizer, draft = self.blueprint, self.model.tokenizer, self.model.draft
         programs = blueprint.programs(all_weights(self.model, self.adapters), files=self.files)
-        self.budget.compile(programs, lazy=blueprint.options.lazy_compile)
+        # An engine that reads results first while something compiles plans otherwise.
+        is_own = num_processes(blueprint.placement.devices) == 1
+        self.budget.compile(programs, lazy=blueprint.options.lazy_compile, behind=is_own)
         options, kv = blueprint.options, blueprint.empty_kv()
         tiers = make_tiers(
             kv,
@@ -140,18 +144,42 @@ def _make_replicas(
 
 def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Device]) -> Part:
     blueprint = _make_blueprint(options, model, devices)
+    is_shared = num_processes(blueprint.placement.devices) > 1
+    if is_shared:
+        _check_same(blueprint)
     model = model.loaded(blueprint)
     adapters = blueprint.empty_adapters()
     memory = device_memory(
-        devices[0],
+        own_device(devices),
         weight_bytes=model.weight_bytes + bytes_per_device(adapters),
         utilization=options.gpu_memory_utilization,
         num_engines=options.data_parallel_size,
     )
-    files = open_program_files(blueprint.placement.devices)
+    memory = memory.agreed() if is_shared else memory
+    files = _files(blueprint)
     budget = blueprint.budget(memory, all_weights(model, adapters), files)
     blueprint = blueprint.with_pages(budget.num_pages)
     return Part(model=model, blueprint=blueprint, budget=budget, files=files, adapters=adapters)
+
+
+def _check_same(blueprint: Blueprint) -> None:
+    """Raises: ValueError where another process would compute otherwise."""
+    parts = {
+        "versions": (VERSION, jax.__version__),
+        "model": (blueprint.spec, blueprint.layout),
+        "options": (
+            *(blueprint.limits, blueprint.dtype, blueprint.codecs, blueprint.quantization),
+            *(blueprint.backend, blueprint.placement.context),
+        ),
+    }
+    for name, part in parts.items():
+        check_same(name, repr(part))
+
+
+def _files(blueprint: Blueprint) -> ProgramFiles | None:
+    """Returns where programs are kept; those of several processes are in JAX's own cache alone."""
+    devices = blueprint.placement.devices
+    return open_program_files(devices) if num_processes(devices) == 1 else None
 
 
 def _make_blueprint(

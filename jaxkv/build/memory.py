@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from jaxkv.errors import CapacityError
+from jaxkv.processes import of_all
 from jaxkv.programs.compiled import ProgramMemory, Programs
 
 MIB = 2**20
@@ -36,6 +37,16 @@ class Memory:
     source: str
     pool_limit: int | None = None
     state_bytes: int = 0
+
+    def agreed(self) -> Memory:
+        """Returns the least that any process has. All of them ask at the same time."""
+
+        def least(own: int | None) -> int | None:
+            return None if own is None else int(of_all(own).min())
+
+        most_used = int(of_all(self.used).max())
+        limit, pool_limit = least(self.limit), least(self.pool_limit)
+        return replace(self, limit=limit, used=most_used, pool_limit=pool_limit)
 
     @property
     def taken(self) -> int:
@@ -121,8 +132,9 @@ class Budget:
     def pool_bytes(self) -> int:
         return self.num_pages * self.page_nbytes
 
-    def compile(self, programs: Programs, *, lazy: bool) -> None:
-        """Compiles the whole set, unless `lazy`; in the background where it is sure to fit.
+    def compile(self, programs: Programs, *, lazy: bool, behind: bool) -> None:
+        """Compiles the whole set, unless `lazy`; in the background where it is sure to fit and may
+        be `behind` what runs.
 
         Raises: CapacityError if it, or already the pool, does not fit.
         """
@@ -130,7 +142,7 @@ class Budget:
         self.hand_over(programs)
         if lazy:
             return
-        if self._is_ample:
+        if behind and self._is_ample:
             programs.compile_in_background()
         else:
             self.compile_all(programs)

@@ -25,6 +25,7 @@ from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NUM_STOP_TOKENS
 from jaxkv.placement import K_AFFINE, Placement, bytes_per_device
+from jaxkv.processes import own_device
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.arrays import flat, take_weights
 from jaxkv.weights.dummy import random_weights
@@ -108,7 +109,7 @@ class Model:
     @staticmethod
     def _check_room(blueprint: Blueprint, what: str) -> None:
         check_room(
-            blueprint.placement.devices[0],
+            own_device(blueprint.placement.devices),
             blueprint.weight_bytes,
             what,
             "quantise them (quantization), divide them over more devices (tensor_parallel_size), "

@@ -263,6 +263,29 @@ class EngineOptions:
         "with all weights and a KV cache of its own, so that long prompts do not hold up outputs",
         check=IS_PAIR_OR_NONE,
     )
+    nnodes: int = option(
+        1,
+        "processes, one for each host, that have one engine together: tensor_parallel_size is then "
+        "the devices of all (docs/usage.md#several-hosts)",
+        check=IS_SIZE,
+        commands=ENGINES,
+        aliases=("-n",),
+    )
+    node_rank: int | None = option(
+        None,
+        "which of nnodes this one is (default: what JAX finds out on a TPU or in a cluster's job, "
+        "else 0)",
+        check=IS_COUNT_OR_NONE,
+        commands=ENGINES,
+        aliases=("-r",),
+    )
+    master_addr: str | None = option(
+        None,
+        "the address of the first process's host (default: as JAX finds it)",
+        check=IS_TEXT_OR_NONE,
+        commands=ENGINES,
+    )
+    master_port: int = option(29501, "a free port of that host", check=IS_SIZE, commands=ENGINES)
     max_model_len: int | None = option(
         None,
         "longest prompt and output together, in tokens (default: what the checkpoint declares)",
@@ -438,6 +461,15 @@ class EngineOptions:
                 raise ValueError(
                     f"{name}: expected None with skip_tokenizer_init=True, got {value!r:.80}"
                 )
+        for name in ("node_rank", "master_addr"):
+            if self.nnodes == 1 and (got := getattr(self, name)) not in MEANS_NOTHING[name]:
+                raise ValueError(f"{name}: expected none with nnodes=1, got {got!r}")
+        if self.node_rank is not None and self.node_rank >= max(1, self.nnodes):
+            raise ValueError(
+                f"node_rank: expected a number below nnodes={self.nnodes}, got {self.node_rank}"
+            )
+        if self.node_rank is not None and self.nnodes > 1 and self.master_addr is None:
+            raise ValueError("master_addr: expected an address with node_rank, got None")
         if (self.kv_disk is None) != (self.kv_disk_bytes == 0):
             raise ValueError(
                 f"kv_disk_bytes: expected a number > 0 with kv_disk, and 0 without, got "
@@ -461,6 +493,9 @@ class EngineOptions:
                 if (got := getattr(self, name)) != value:
                     raise ValueError(f"{name}: expected {value!r} with disaggregate, got {got!r}")
 
+
+MEANS_NOTHING = {"node_rank": (None, 0), "master_addr": (None, "127.0.0.1")}
+"""Values of one process; those that are not None are vLLM's defaults."""
 
 OF_LORA = ("max_loras", "max_lora_rank", "max_cpu_loras")
 ALONE = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 
 import jax
-import numpy as np
 
 from jaxkv.build.blueprint import Blueprint
 from jaxkv.build.model import Model
 from jaxkv.kv.saved import Origin, fingerprint
+from jaxkv.processes import to_host
 from jaxkv.programs.digest import digests
 from jaxkv.weights.tree import Weights, layer_leaf
 
@@ -30,7 +30,7 @@ class WeightNames:
         last, name = self._last
         # All of them: an update may replace a few.
         if len(last) != len(leaves) or any(x() is not y for x, y in zip(last, leaves, strict=True)):
-            name = fingerprint([np.asarray(x).tobytes() for x in digests(leaves)])
+            name = fingerprint([to_host(x).tobytes() for x in digests(leaves)])
             self._last = [weakref.ref(x) for x in leaves], name
         return name
 
@@ -51,6 +51,6 @@ def origin_of(
         codec=blueprint.kv_cache_dtype,
         form=form,
         page_size=blueprint.limits.block_size,
-        keys="" if keys is None else fingerprint([np.asarray(keys).tobytes()]),
+        keys="" if keys is None else fingerprint([to_host(keys).tobytes()]),
         state_devices=blueprint.num_devices if divides else 0,
     )

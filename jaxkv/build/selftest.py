@@ -37,6 +37,7 @@ from jaxkv.models.paged import heads_of
 from jaxkv.ops.attention import Backend, Heads
 from jaxkv.ops.attention.base import of_part
 from jaxkv.ops.attention.xla import Xla
+from jaxkv.processes import num_processes, of_all, own_device
 from jaxkv.programs.selftest import Case, cases_of, try_case
 from jaxkv.version import VERSION, digest_of_sources
 
@@ -81,6 +82,10 @@ def make_tested(make: Callable[[EngineOptions], Blueprint], options: EngineOptio
     if not needs_trial(blueprint):
         return blueprint
     verdict = next((one for one in _verdicts(blueprint) if one.fault is not None), None)
+    if num_processes(blueprint.placement.devices) > 1 and of_all(verdict is not None).any():
+        verdict = verdict or Verdict(
+            case="on another host", backend=blueprint.backend, fault="its own log says how"
+        )
     if verdict is None:
         return replace(blueprint, backend_reason=f"{blueprint.backend_reason}, self-test passed")
     why = (
@@ -102,7 +107,7 @@ def needs_trial(blueprint: Blueprint) -> bool:
 
 def _verdicts(blueprint: Blueprint) -> Iterator[Verdict]:
     """Tries the kernel with what each KV group asks for, until somebody has heard enough."""
-    device, count = blueprint.placement.devices[0], blueprint.num_devices
+    device, count = own_device(blueprint.placement.devices), blueprint.num_devices
     folder, spec, cases = report_folder(device), blueprint.spec, []
     of_groups = zip(spec.groups, heads_of(spec, num_devices=count), blueprint.codecs, strict=True)
     for group, heads, codec in of_groups:

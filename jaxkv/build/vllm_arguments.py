@@ -171,7 +171,6 @@ _SOME: dict[str, Foreign] = {
     "otlp_traces_endpoint": Foreign(default=None, nearest="LLM.get_metrics"),
     "enable_log_requests": Foreign(default=False, nearest="RequestOutput.metrics"),
     "pipeline_parallel_size": Foreign(default=1, nearest=_DEVICES),
-    "nnodes": Foreign(default=1, nearest=_DEVICES),
 }
 _DEFAULT_ONLY: dict[str, Any] = {
     "enable_prompt_embeds": False,
@@ -183,9 +182,6 @@ _DEFAULT_ONLY: dict[str, Any] = {
     "enable_moe_shared_loras": False,
     "default_mm_loras": None,
     "enable_prompt_adapter": False,
-    "master_addr": "127.0.0.1",
-    "master_port": 29501,
-    "node_rank": 0,
     "dcp_kv_cache_interleave_size": 1,
     "data_parallel_rank": None,
     "data_parallel_start_rank": None,

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxkv.config import EngineConfig
@@ -19,6 +18,7 @@ from jaxkv.kv.state import PagedKV
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling
 from jaxkv.placement import Placement
+from jaxkv.processes import to_devices
 from jaxkv.programs.inputs import empty_rows, empty_sampling, packed_batch, set_drawn
 from jaxkv.programs.loop import Rows
 from jaxkv.requests.masks import ends_of, token_mask
@@ -244,7 +244,7 @@ class RowTables:
         """Returns parameters of rows that want nothing, the wide ones on the device."""
         if num_rows not in self._empty:
             empty = empty_sampling(num_rows, vocab_size=self.vocab_size, max_len=self.max_len)
-            wide = {name: jax.device_put(getattr(empty, name), self._whole) for name in WIDE}
+            wide = {name: to_devices(getattr(empty, name), self._whole) for name in WIDE}
             self._empty[num_rows] = replace(empty, **wide)
         return self._empty[num_rows]
 

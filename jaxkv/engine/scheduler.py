@@ -232,7 +232,7 @@ class Scheduler:
         """Frees pages: of all that are leaving, or else of the running request that is last."""
         if not self.leaving:
             self._preempt(self.running[-1])
-        for request in list(self.leaving):
+        for request in sorted(self.leaving, key=_order):  # in all processes the same pages first
             self._give_back(request)
 
     def _admit(self) -> bool:

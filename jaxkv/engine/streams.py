@@ -6,11 +6,12 @@ from collections.abc import Generator, Iterator
 
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.handover import Handover
+from jaxkv.engine.leader import Follower, Leader
 from jaxkv.engine.replicas import Replicas
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.request import Submission
 
-Front = Engine | Handover | Replicas
+Front = Engine | Handover | Replicas | Leader | Follower
 """An engine, or what stands in front of several as one."""
 
 

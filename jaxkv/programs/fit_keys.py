@@ -21,6 +21,7 @@ from jaxkv.ops.attention import Attended, Batch, Heads, Place, Terms
 from jaxkv.ops.attention.base import refuse_chunks, refuse_latents, refuse_xla_only
 from jaxkv.ops.attention.divided import sharing
 from jaxkv.placement import Placement, on_every_device
+from jaxkv.processes import to_host
 from jaxkv.weights.tree import Weights
 
 
@@ -121,7 +122,7 @@ def fit_keys(
         spec=spec,
         placement=placement,
     )
-    found = [np.asarray(store.pages) for store in kv.stores]
+    found = [to_host(store.pages) for store in kv.stores]
     places = map(spec.group_of, range(spec.num_layers))
     return np.stack([_affine(found[g][index]) for g, index in places])
 

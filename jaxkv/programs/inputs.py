@@ -14,6 +14,7 @@ from jaxkv.kv.policies import get_policy
 from jaxkv.kv.state import PagedKV, PageTables
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, NUM_BIASES, NUM_STOP_TOKENS, Sampling
+from jaxkv.processes import to_devices
 from jaxkv.programs.loop import Rows
 from jaxkv.programs.step import Newest
 
@@ -90,7 +91,7 @@ def bind_tables(
 
     tables: Any = (table_BW, first_BW, len_B)
     if sharding is not None:
-        tables = jax.device_put(tables, sharding)
+        tables = [to_devices(x, sharding) for x in tables]
     return replace(kv, rows=(PageTables(*tables),))
 
 

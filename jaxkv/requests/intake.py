@@ -5,11 +5,12 @@ changed.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from threading import RLock
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from jaxkv.lora.request import LoRARequest
 from jaxkv.programs.process import check_process
 from jaxkv.requests import checks
 from jaxkv.requests.adapters import AdapterFiles
+from jaxkv.requests.asked import Asked, Params, params_of
 from jaxkv.requests.beam import BeamSearch, num_candidates
 from jaxkv.requests.grammar import BehindReasoning, Grammar, Grammars, marks_of
 from jaxkv.requests.outputs import Logprob
@@ -137,7 +139,7 @@ class Intake(PromptReader):
         adapter: Adapter | None,
     ) -> Submission:
         prompt = self.pooled(prompt, params)
-        submission = self._submission(prompt, PREFILL, 0, {}, number, adapter)
+        submission = self._submission(prompt, PREFILL, 0, {}, number, adapter, asked=params)
         submission.samples[0].output.reads_all = self._config.pooled != "last"
         return submission
 
@@ -161,6 +163,22 @@ class Intake(PromptReader):
             made = of_each("prompt", [partial(make, number, own) for number, (make, own) in each])
             self._num_submitted += len(made)
         return [replace(one, lora_request=lora) for one, lora in zip(made, loras, strict=True)]
+
+    def again(self, message: Mapping[str, Any]) -> Submission:
+        """Makes the submission that another process has made, of what `Asked.to_json` says of it:
+        with the same number, and so the same seeds. Raises: as `accept`.
+        """
+        prompt, params, priority = message["prompt"], params_of(message), message["priority"]
+        lora = None if message["lora"] is None else LoRARequest(*message["lora"])
+        number, adapter = message["number"], self.adapter_of(lora)
+        with self._lock:
+            if isinstance(params, BeamSearchParams):
+                made = self._search(prompt, params, number, adapter)
+            elif isinstance(params, PoolingParams):
+                made = self._pooling(prompt, params, number, adapter)
+            else:
+                made = self._submission(prompt, params, priority, {}, number, adapter)
+        return replace(made, lora_request=lora)
 
     def apart(self) -> Intake:
         """Returns one for another thread, with a tokenizer and a lock of its own. It is for tokens
@@ -227,7 +245,9 @@ class Intake(PromptReader):
             logprobs=wanted,
             detokenize=False,
         )
-        submission = self._submission(prompt, of_beam, 0, {}, number, adapter, width)
+        submission = self._submission(
+            prompt, of_beam, 0, {}, number, adapter, num_samples=width, asked=params
+        )
         first = submission.samples[0]
         length = min(first.prompt_len + params.max_tokens, config.max_model_len)
         retention = first.hold.retention
@@ -257,9 +277,13 @@ class Intake(PromptReader):
         copies: Copies,
         number: int,
         adapter: Adapter | None,
+        *,
         num_samples: int | None = None,
+        asked: Params | None = None,
     ) -> Submission:
-        """Makes a submission. `copies`: the copies of parameters that this call has made."""
+        """Makes a submission. `copies`: the copies of parameters that this call has made. asked:
+        what the caller gave, where that is not these parameters.
+        """
         if not is_int(priority):
             raise ValueError(f"priority: expected a whole number, got {priority!r}")
         made = self._copy(params, copies)
@@ -311,7 +335,8 @@ class Intake(PromptReader):
             )
             for sample in range(num_samples)
         )
-        return Submission(str(number), text, samples)
+        source = Asked(number, params if asked is None else asked, priority, salt)
+        return Submission(str(number), text, samples, asked=source)
 
     def _copy(
         self, params: SamplingParams, copies: Copies

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from jaxkv.config import SamplingParams
 from jaxkv.holding.hold import Hold
 from jaxkv.lora.request import LoRARequest
+from jaxkv.requests.asked import Asked
 from jaxkv.requests.beam import BeamSearch
 from jaxkv.requests.grammar import Grammar
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -287,13 +289,14 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Submission:
     """Holds what a caller asked for: a prompt with its samples, each a request of its own to the
-    engine.
+    engine. `asked`: what `Intake` made it from.
     """
 
     id: str
     prompt: str | None
     samples: tuple[Request, ...]
     lora_request: LoRARequest | None = None
+    asked: Asked | None = None
     _prompt_token_ids: list[int] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -305,6 +308,21 @@ class Submission:
             first = self.samples[0]
             self._prompt_token_ids.extend(first.tokens[: first.prompt_len])
         return self._prompt_token_ids
+
+    @property
+    def number(self) -> int:
+        """Returns the number that `Intake` gave it."""
+        return self._asked.number
+
+    @property
+    def _asked(self) -> Asked:
+        if self.asked is None:
+            raise RuntimeError(f"submission {self.id} does not say what it was made from")
+        return self.asked
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what `Intake.again` makes the same submission of in another process."""
+        return self._asked.to_json(self.prompt, self.prompt_token_ids, self.lora_request)
 
     @property
     def is_finished(self) -> bool:

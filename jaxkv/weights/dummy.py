@@ -14,6 +14,7 @@ from jaxkv.config import bfloat16_as_bits
 from jaxkv.models.families import Layout
 from jaxkv.models.quantisation import Quantisation
 from jaxkv.models.spec import ModelSpec
+from jaxkv.processes import to_devices
 from jaxkv.weights.formats import FP4, expected_packing
 from jaxkv.weights.load import Kept
 from jaxkv.weights.packing import (
@@ -130,7 +131,7 @@ def random_weights(spec: ModelSpec, layout: Layout, kept: Kept, *, seed: int) ->
             x = jax.random.uniform(key, leaf.shape, leaf.dtype, -bound, bound)
         if kept.as_bits and x.dtype == kept.dtype:
             x = jax.lax.bitcast_convert_type(x, jnp.uint16)
-        return jax.device_put(x, leaf.sharding).block_until_ready()
+        return to_devices(x, leaf.sharding).block_until_ready()
 
     shapes = weight_shapes(spec, layout, kept)
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)

@@ -28,6 +28,7 @@ from jaxkv.models.families.experts import in_other_form
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.matrices import values
 from jaxkv.placement import Placement
+from jaxkv.processes import to_devices
 from jaxkv.weights.packing import (
     INT4,
     ZEROS,
@@ -127,7 +128,7 @@ class Kept:
             place = np.unravel_index(number, shape[:front]) if front else ()
             starts = tuple(np.asarray(i, np.int32) for i in place)
             parts = divided if one.shape == shape[front:] else whole
-            here = jax.device_put(one, self.placed.sharding(parts))
+            here = to_devices(one, self.placed.sharding(parts))
             stack, is_finite = self.fill(stack, is_finite, here, starts, part, where)
             stack.block_until_ready()
         return {"": stack} if not self.check or is_finite else None
@@ -354,7 +355,7 @@ def _base_names(layout: Layout, known: Collection[str]) -> tuple[str, str]:
 def put(host: np.ndarray, path: str, placement: Placement | None) -> Array:
     """Puts a leaf of the weight tree on its devices, on the default one without a placement."""
     where = None if placement is None else placement.sharding(placement.weight(path, host.shape))
-    return jax.device_put(host, where).block_until_ready()
+    return to_devices(host, where).block_until_ready()
 
 
 def _on_devices(checkpoint: Tensors, leaf: TreeLeaf) -> list[jax.Array]:

@@ -153,21 +153,23 @@ def test_on_an_accelerator_the_pool_has_what_is_left_of_its_share():
 
 
 @pytest.mark.parametrize(
-    ("limit", "pool_limit", "pages", "lazy", "expected"),
+    ("limit", "pool_limit", "pages", "lazy", "behind", "expected"),
     [
-        (AMPLE + 3 * MIB, MIB, 1, False, "background"),
-        (AMPLE + 3 * MIB, MIB, 1, True, None),
-        (AMPLE + MIB, MIB, 1, False, "background"),
-        (AMPLE + MIB - 1, MIB, 1, False, "all"),
+        (AMPLE + 3 * MIB, MIB, 1, False, True, "background"),
+        (AMPLE + 3 * MIB, MIB, 1, True, True, None),
+        (AMPLE + MIB, MIB, 1, False, True, "background"),
+        (AMPLE + MIB - 1, MIB, 1, False, True, "all"),
+        # Several processes have the engine.
+        (AMPLE + 3 * MIB, MIB, 1, False, False, "all"),
         # More is taken than is left, by who asked for so many pages.
-        (4 * AMPLE, MIB, 2049, False, "all"),
-        (4 * AMPLE, MIB, 2048, False, "background"),
+        (4 * AMPLE, MIB, 2049, False, True, "all"),
+        (4 * AMPLE, MIB, 2048, False, True, "background"),
         # An accelerator, where programs and pool depend on each other.
-        (8 * AMPLE, None, 1, False, "all"),
+        (8 * AMPLE, None, 1, False, True, "all"),
     ],
 )
 def test_programs_are_compiled_behind_requests_where_they_are_sure_to_fit(
-    limit, pool_limit, pages, lazy, expected
+    limit, pool_limit, pages, lazy, behind, expected
 ):
     called = []
     programs = SimpleNamespace(
@@ -182,7 +184,7 @@ def test_programs_are_compiled_behind_requests_where_they_are_sure_to_fit(
     budget = Budget(
         memory=memory, num_pages=pages, page_nbytes=MIB, reason="", advice="", compile_s=2.0
     )
-    budget.compile(programs, lazy=lazy)
+    budget.compile(programs, lazy=lazy, behind=behind)
     assert called == ([] if expected is None else [expected])
     assert programs.compile_s == 3.0
 

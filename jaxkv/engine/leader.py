@@ -1,0 +1,237 @@
+"""Runs one engine in several processes, each of which has some of its devices.
+
+Each process has the whole engine: scheduler, tables and requests are in every one, and a program
+runs when all have launched it. What an engine does follows from what it is told, so the first
+process tells the others all that it is told itself, in order, and they do the same. Nothing that an
+engine decides by may therefore differ between processes: no clock, no order of a set, no memory
+that one of them has less of. Source: Schneider 1990, "Implementing Fault-Tolerant Services Using
+the State Machine Approach", of which this has the replicas, not the tolerance.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from threading import RLock
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakMethod
+
+from jaxkv.engine.channel import Receiver, Sender
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.metrics import Metric
+from jaxkv.errors import EngineDeadError
+from jaxkv.programs.process import is_forked
+from jaxkv.requests.request import Request, Submission
+from jaxkv.weights.tree import Weights
+
+T = TypeVar("T")
+
+ADD, ABORT, STEP, FORGET, END = "add", "abort", "step", "forget", "end"
+"""What the first process tells the others, each with what else there is to say."""
+
+
+class _Together:
+    """Does what both ends have in common, in one process of several."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._is_ended = False
+
+    @property
+    def lock(self) -> RLock:
+        return self._engine.lock
+
+    @property
+    def num_rows(self) -> int:
+        return self._engine.num_rows
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._engine.is_asleep
+
+    def check_alive(self) -> None:
+        """Does what `Engine.check_alive` does."""
+        self._engine.check_alive()
+
+    def replace_weights(self, *_: Weights, secret: bytes) -> NoReturn:
+        raise NotImplementedError("update_weights: expected an engine of one process")
+
+    def sleep(self, *, keeps_weights: bool) -> NoReturn:
+        raise NotImplementedError("sleep: expected an engine of one process")
+
+    def wake_up(self, what: Collection[str]) -> NoReturn:
+        raise NotImplementedError("wake_up: expected an engine of one process")
+
+    def metrics(self) -> list[Metric]:
+        """Returns those of this process, which are those of all but for times."""
+        return self._engine.metrics()
+
+    def check(self) -> None:
+        """Raises RuntimeError if pages, rows and requests do not add up."""
+        self._engine.check()
+
+
+class Leader(_Together):
+    """Stands in front of the first process's engine: what runs requests talks to it as to an
+    `Engine`.
+
+    What is cut off half way, by an exception or an interrupt, ends the engine: nobody knows then
+    how far the others have come.
+    """
+
+    def __init__(self, engine: Engine, others: Sender) -> None:
+        super().__init__(engine)
+        self._others = others
+        self._known: dict[Request, Submission] = {}
+        """What the others know and has not finished, by its first sample: callers give it other
+        ids.
+        """
+        self._is_under_way = False
+        self._aborted: list[Submission] = []
+        """To be ended behind what is under way."""
+        # The others wait for the end, JAX at its own for them: what is registered last is called
+        # first.
+        atexit.register(_end, WeakMethod(self.end))
+
+    def add(self, submission: Submission) -> None:
+        """Queues what `Intake` made, in all processes. Raises: as `Engine.add`."""
+        with self.lock:
+            self._engine.check_awake()
+            if submission.samples[0] not in self._known:
+                self._known[submission.samples[0]] = submission
+                self._both([ADD, submission.to_json()], lambda: self._engine.add(submission))
+
+    def abort(self, submission: Submission) -> None:
+        """Ends what is left of it in all processes, as `Engine.abort` does."""
+        if is_forked():
+            return
+        with self.lock:
+            if self._is_under_way:
+                self._aborted.append(submission)
+            elif not self._is_ended and (known := self._known.pop(submission.samples[0], None)):
+                self._both([ABORT, known.number], lambda: self._engine.abort(known))
+
+    def step(self) -> list[Request]:
+        """Takes a step in all processes. Raises: as `Engine.step`, which ends the engine here."""
+        with self.lock:
+            self._engine.check_alive()
+            got = self._both([STEP], self._engine.step)
+            if any(request.finish_reason is not None for request in got):
+                self._known = {
+                    one: known for one, known in self._known.items() if not known.is_finished
+                }
+            return got
+
+    def forget(self) -> None:
+        """Makes nothing that is computed so far be found again in the prefix cache."""
+        self.everywhere(FORGET, self._engine.forget)
+
+    def everywhere(self, name: str, function: Callable[[], T]) -> T:
+        """Calls a function, and in the others what they have for this name."""
+        with self.lock:
+            self._engine.check_alive()
+            return self._both([name], function)
+
+    def end(self) -> None:
+        """Ends every request, and takes no more; `Follower.follow` returns."""
+        with self.lock:
+            if not self._is_ended:
+                self._is_ended = True
+                with suppress(EngineDeadError):
+                    self._others.send([END])
+                self._others.close()
+            self._engine.end()
+
+    def _both(self, message: Sequence[Any], change: Callable[[], T]) -> T:
+        """Has the others do what `change` does here."""
+        is_done, self._is_under_way = False, True
+        try:
+            self._others.send(message)
+            result = change()
+            is_done = True
+        finally:
+            self._is_under_way = False
+            if not is_done:
+                self._is_ended = True
+                self._others.close()
+                self._engine.end()
+        while self._aborted:
+            self.abort(self._aborted.pop())
+        return result
+
+
+class Follower(_Together):
+    """Stands in front of the engine of another process than the first, which does what that one
+    does.
+    """
+
+    def __init__(self, engine: Engine, first: Receiver) -> None:
+        super().__init__(engine)
+        self._first = first
+
+    def follow(
+        self,
+        make: Callable[[Mapping[str, Any]], Submission],
+        functions: Mapping[str, Callable[[], Any]],
+    ) -> None:
+        """Does what the first process does until that ends the engine.
+
+        `make` makes of a message the submission that it is of. functions: what
+        `Leader.everywhere` calls here. Raises: EngineDeadError where the first process has gone
+        without a word, and what a step raises.
+        """
+        engine, known = self._engine, dict[int, Submission]()
+        functions = {FORGET: engine.forget, **functions}
+        while True:
+            name, *what = self._first.receive()
+            if name == ADD:
+                submission = make(*what)
+                known[submission.number] = submission
+                engine.add(submission)
+            elif name == ABORT:
+                engine.abort(known.pop(*what))
+            elif name == STEP:
+                if any(request.finish_reason is not None for request in engine.step()):
+                    known = {n: one for n, one in known.items() if not one.is_finished}
+            elif name == END:
+                return self.end()
+            else:
+                functions[name]()
+
+    def add(self, submission: Submission) -> NoReturn:
+        raise ValueError(ONLY_FIRST)
+
+    def step(self) -> NoReturn:
+        raise ValueError(ONLY_FIRST)
+
+    def forget(self) -> NoReturn:
+        raise ValueError(ONLY_FIRST)
+
+    def abort(self, submission: Submission) -> None:
+        """Does nothing: nobody can have added one here."""
+
+    def end(self) -> None:
+        """Ends every request, and takes no more."""
+        with self.lock:
+            self._first.close()
+            self._engine.end()
+
+
+ONLY_FIRST = (
+    "expected the first process (jax.process_index() 0) to ask, got another one of this engine: "
+    "call follow() here"
+)
+
+
+def _end(end: WeakMethod) -> None:
+    """Ends an engine that is still there, at the end of the process; in a fork it is not its
+    own.
+    """
+    call = end()
+    if call is not None and not is_forked():
+        call()

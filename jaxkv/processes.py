@@ -1,0 +1,69 @@
+"""What several processes of JAX have between them: devices, arrays, and what they agree on.
+
+In each of them the same calls come in the same order (JAX's multi-controller model). An array of
+all devices has its parts where the devices are, and no process sees all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def own_device(devices: Sequence[jax.Device]) -> jax.Device:
+    """Returns the first of the devices that is this process's, which alone can be asked."""
+    if jax.process_count() == 1:
+        return devices[0]
+    return next(one for one in devices if one.process_index == jax.process_index())
+
+
+def num_processes(devices: Sequence[jax.Device]) -> int:
+    """Counts the processes that have any of the devices."""
+    return 1 if jax.process_count() == 1 else len({one.process_index for one in devices})
+
+
+def to_devices(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
+    """Puts an array that is the same in all processes on devices (None: the default one).
+
+    `jax.device_put` asks all other processes whether they have the same, which waits for all that
+    the devices have in their queue, and takes each array of weights through all of them.
+    """
+    if where is None or where.is_fully_addressable:
+        return jax.device_put(x, where)
+    return jax.make_array_from_callback(x.shape, where, lambda place: x[place])
+
+
+def to_host(x: Any) -> np.ndarray:
+    """Returns the whole of an array, wherever its parts are."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+def of_all(number: int) -> np.ndarray:
+    """Returns what each process says, [processes] int64."""
+    low_high = np.array([number & 0xFFFFFFFF, number >> 32], np.uint32)
+    found = multihost_utils.process_allgather(low_high).astype(np.int64)
+    return found[:, 0] | found[:, 1] << 32
+
+
+def from_first(data: bytes, num_bytes: int) -> bytes:
+    """Returns what the first process says, at most so many bytes."""
+    padded = np.frombuffer(data.ljust(num_bytes, b"\0"), np.uint8)
+    return multihost_utils.broadcast_one_to_all(padded).tobytes()
+
+
+def check_same(what: str, text: str) -> None:
+    """Raises: ValueError where processes do not say the same."""
+    digest = hashlib.sha256(text.encode()).digest()
+    number = int.from_bytes(digest[:7], "little")
+    if len({*of_all(number).tolist()}) > 1:
+        raise ValueError(
+            f"expected the same {what} in all {jax.process_count()} processes of one engine, got "
+            f"unlike ones: {text:.300}"
+        )
