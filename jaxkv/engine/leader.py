@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from threading import RLock
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakMethod
+from weakref import finalize
 
 from jaxkv.engine.channel import Receiver, Sender
 from jaxkv.engine.engine import Engine
@@ -94,9 +94,10 @@ class Leader(_Together):
         self._is_under_way = False
         self._aborted: list[Submission] = []
         """To be ended behind what is under way."""
-        # The others wait for the end, JAX at its own for them: what is registered last is called
-        # first.
-        atexit.register(_end, WeakMethod(self.end))
+        self._tell_end = finalize(self, _end, others)
+        # At its exit JAX waits for the others, and they for the end: what is registered last is
+        # called first.
+        atexit.register(self._tell_end)
 
     def add(self, submission: Submission) -> None:
         """Queues what `Intake` made, in all processes. Raises: as `Engine.add`."""
@@ -140,11 +141,8 @@ class Leader(_Together):
     def end(self) -> None:
         """Ends every request, and takes no more; `Follower.follow` returns."""
         with self.lock:
-            if not self._is_ended:
-                self._is_ended = True
-                with suppress(EngineDeadError):
-                    self._others.send([END])
-                self._others.close()
+            self._is_ended = True
+            self._tell_end()
             self._engine.end()
 
     def _both(self, message: Sequence[Any], change: Callable[[], T]) -> T:
@@ -158,7 +156,7 @@ class Leader(_Together):
             self._is_under_way = False
             if not is_done:
                 self._is_ended = True
-                self._others.close()
+                self._others.close()  # without a word
                 self._engine.end()
         while self._aborted:
             self.abort(self._aborted.pop())
@@ -228,10 +226,9 @@ ONLY_FIRST = (
 )
 
 
-def _end(end: WeakMethod) -> None:
-    """Ends an engine that is still there, at the end of the process; in a fork it is not its
-    own.
-    """
-    call = end()
-    if call is not None and not is_forked():
-        call()
+def _end(others: Sender) -> None:
+    """Tells the others that there is no more to do; in a fork they are not its own."""
+    if not is_forked():
+        with suppress(EngineDeadError):
+            others.send([END])
+        others.close()
