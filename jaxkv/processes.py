@@ -7,7 +7,7 @@ all devices has its parts where the devices are, and no process sees all of it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,9 +47,7 @@ def to_host(x: Any) -> np.ndarray:
 
 def of_all(number: int) -> np.ndarray:
     """Returns what each process says, [processes] int64."""
-    low_high = np.array([number & 0xFFFFFFFF, number >> 32], np.uint32)
-    found = multihost_utils.process_allgather(low_high).astype(np.int64)
-    return found[:, 0] | found[:, 1] << 32
+    return _of_all([number])[:, 0]
 
 
 def from_first(data: bytes, num_bytes: int) -> bytes:
@@ -58,12 +56,21 @@ def from_first(data: bytes, num_bytes: int) -> bytes:
     return multihost_utils.broadcast_one_to_all(padded).tobytes()
 
 
-def check_same(what: str, text: str) -> None:
-    """Raises: ValueError where processes do not say the same."""
-    digest = hashlib.sha256(text.encode()).digest()
-    number = int.from_bytes(digest[:7], "little")
-    if len({*of_all(number).tolist()}) > 1:
+def check_same(parts: Mapping[str, object]) -> None:
+    """Raises: ValueError naming the parts that are not the same in all processes."""
+    texts = {name: repr(part) for name, part in parts.items()}
+    digests = [hashlib.sha256(text.encode()).digest()[:7] for text in texts.values()]
+    found = _of_all([int.from_bytes(digest, "little") for digest in digests])
+    unlike = (found != found[:1]).any(axis=0).tolist()
+    if differing := [name for name, differs in zip(texts, unlike, strict=True) if differs]:
+        here = ", ".join(f"{name} {texts[name]:.100}" for name in differing)
         raise ValueError(
-            f"expected the same {what} in all {jax.process_count()} processes of one engine, got "
-            f"unlike ones: {text:.300}"
+            f"expected the same in all {jax.process_count()} processes of one engine, got in this "
+            f"one, unlike others: {here}"
         )
+
+
+def _of_all(numbers: Sequence[int]) -> np.ndarray:
+    """Returns what each process says, [processes, numbers] int64, which JAX sends as two halves."""
+    halves = np.array(numbers, np.int64).view(np.uint32)
+    return np.ascontiguousarray(multihost_utils.process_allgather(halves)).view(np.int64)

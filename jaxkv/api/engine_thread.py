@@ -401,7 +401,10 @@ class EngineThread:
             self._note(live)
         for live in [live for live in self._live.values() if live.submission.is_finished]:
             self._note(live)
-        self._engine.check_alive()
+        with Catch() as dead:
+            self._engine.check_alive()
+        if dead.error is not None:  # one of several processes does not go on
+            raise dead.error from error
 
     def _note(self, live: _Live) -> None:
         """Notes that there is something new to send."""

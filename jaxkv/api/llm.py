@@ -391,7 +391,6 @@ class LLM(PoolingCalls):
         Raises: ValueError with requests under way.
         """
         SLEEP_LEVEL("level", level)
-        self._check_alone("sleep")
         self._front.sleep(keeps_weights=level == 1)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from threading import RLock
 
@@ -165,15 +165,15 @@ def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
 def _check_same(blueprint: Blueprint) -> None:
     """Raises: ValueError where another process would compute otherwise."""
     parts = {
-        "versions": (VERSION, jax.__version__),
-        "model": (blueprint.spec, blueprint.layout),
-        "options": (
-            *(blueprint.limits, blueprint.dtype, blueprint.codecs, blueprint.quantization),
-            *(blueprint.backend, blueprint.placement.context),
-        ),
+        "jaxkv": VERSION,
+        "jax": jax.__version__,
+        "model": blueprint.spec,
+        "files": blueprint.layout,
+        "decode_context_parallel_size": blueprint.placement.context,
     }
-    for name, part in parts.items():
-        check_same(name, repr(part))
+    for name in ("dtype", "quantization", "kv_cache_dtype", "backend"):
+        parts[name] = getattr(blueprint, name)
+    check_same(parts | asdict(blueprint.limits))
 
 
 def _files(blueprint: Blueprint) -> ProgramFiles | None:
