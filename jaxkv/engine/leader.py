@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from threading import RLock
 from typing import Any, NoReturn, TypeVar
 from weakref import finalize
@@ -185,21 +185,22 @@ class Follower(_Together):
         """
         engine, known = self._engine, dict[int, Submission]()
         functions = {FORGET: engine.forget, **functions}
-        while True:
-            name, *what = self._first.receive()
-            if name == ADD:
-                submission = make(*what)
-                known[submission.number] = submission
-                engine.add(submission)
-            elif name == ABORT:
-                engine.abort(known.pop(*what))
-            elif name == STEP:
-                if any(request.finish_reason is not None for request in engine.step()):
-                    known = {n: one for n, one in known.items() if not one.is_finished}
-            elif name == END:
-                return self.end()
-            else:
-                functions[name]()
+        with closing(self._first):
+            while True:
+                name, *what = self._first.receive()
+                if name == ADD:
+                    submission = make(*what)
+                    known[submission.number] = submission
+                    engine.add(submission)
+                elif name == ABORT:
+                    engine.abort(known.pop(*what))
+                elif name == STEP:
+                    if any(request.finish_reason is not None for request in engine.step()):
+                        known = {n: one for n, one in known.items() if not one.is_finished}
+                elif name == END:
+                    return self.end()
+                else:
+                    functions[name]()
 
     def add(self, submission: Submission) -> NoReturn:
         raise ValueError(ONLY_FIRST)

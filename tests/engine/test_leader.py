@@ -1,0 +1,388 @@
+"""Engines of several processes, which are told the same, do the same, page for page."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from jaxkv import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from jaxkv.build.options import EngineOptions
+from jaxkv.engine.channel import Receiver, Sender
+from jaxkv.engine.leader import Follower, Leader
+from jaxkv.engine.streams import complete
+from jaxkv.errors import EngineDeadError
+from jaxkv.lora.request import LoRARequest
+from jaxkv.requests.asked import UNSENT, Asked, params_of
+from jaxkv.requests.pooling import PoolingParams
+from jaxkv.requests.request import Submission
+from jaxkv.testing import engine_of, intake_of
+
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
+
+FEW = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "block_size": 8,
+    "max_model_len": 128,
+    "num_gpu_blocks_override": 16,
+    "dtype": "float32",
+    "lazy_compile": True,
+}
+"""Fewer pages than four rows need: some are preempted."""
+
+TEXTS = ["def add(a, b):", "class Stack:\n    def __init__(self", "x = [1, 2, 3]\n" * 5, "import"]
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> LLM:
+    """Has programs for all, and is asked alone."""
+    return LLM(**FEW)
+
+
+class Pair:
+    """Two engines, as two processes would have them."""
+
+    def __init__(self, compiled: LLM) -> None:
+        llms = [LLM(**FEW) for _ in range(2)]
+        self.engines = [engine_of(llm) for llm in llms]
+        for engine in self.engines:
+            engine.programs.executables = engine_of(compiled).programs.executables
+        self.intake = intake_of(llms[0])
+        sender = Sender("localhost", 1)
+        self.threads = ThreadPoolExecutor(2)
+        accepted = self.threads.submit(sender.accept)
+        receiver = Receiver(sender.where, sender.key)
+        accepted.result()
+        self.leader = Leader(self.engines[0], sender)
+        self.called: list[str] = []
+        functions = {"name": lambda: self.called.append("follower")}
+        self.followed = self.threads.submit(
+            Follower(self.engines[1], receiver).follow, intake_of(llms[1]).again, functions
+        )
+        self.seen: list[list] = [[], []]
+        """What each engine had at each of its launches."""
+        for engine, seen in zip(self.engines, self.seen, strict=True):
+            engine.watchers.append(lambda scheduler, seen=seen: seen.append(held(scheduler)))
+
+    def accept(self, params: SamplingParams, text: str = TEXTS[0], priority: int = 0) -> Submission:
+        (submission,) = self.intake.accept([text], [params], [priority], None)
+        return submission
+
+
+def held(scheduler) -> tuple:
+    rows = [
+        (one.id, one.row, one.tokens.tolist(), list(one.hold.parts[0].pages))
+        for one in scheduler.running
+    ]
+    waiting = [one.id for one in scheduler.waiting]
+    return rows, waiting, scheduler.allocator.num_free, scheduler.num_found
+
+
+@pytest.fixture
+def pair(compiled) -> Iterator[Pair]:
+    pair = Pair(compiled)
+    yield pair
+    pair.leader.end()
+    pair.threads.shutdown()
+
+
+def some_params(rng: random.Random) -> SamplingParams:
+    most = rng.randrange(1, 50)
+    kinds = [
+        {"temperature": 0.0, "ignore_eos": True},
+        {"temperature": 0.9, "n": 3},  # by seeds that follow from the engine's
+        {"temperature": 0.0, "stop": ["self", "\n"], "logprobs": 1},
+        {"structured_outputs": StructuredOutputsParams(regex="[a-z ]{5,40}")},
+        {"presence_penalty": 0.5, "prompt_logprobs": 1, "bad_words": ["return x"]},
+    ]
+    return SamplingParams(max_tokens=most, **rng.choice(kinds))
+
+
+def test_a_follower_has_the_same_requests_in_the_same_pages(pair):
+    rng, live = random.Random(0), list[Submission]()
+    for number in range(60):
+        if number < 24:
+            text = rng.choice(TEXTS) + rng.choice(["", "a", "b\n" * rng.randrange(9)])
+            live.append(pair.accept(some_params(rng), text, rng.randrange(3)))
+            pair.leader.add(live[-1])
+        if number % 7 == 3:
+            pair.leader.abort(rng.choice(live))
+        if number == 20:
+            pair.leader.forget()
+        if pair.leader.has_work:
+            pair.leader.step()
+    while pair.leader.has_work:
+        pair.leader.step()
+    scheduler = pair.engines[0].scheduler
+    assert scheduler.num_preemptions > 0
+    assert scheduler.num_found > 0
+    pair.leader.end()
+    assert pair.followed.result() is None
+    assert len(pair.seen[0]) > 40
+    assert pair.seen[0] == pair.seen[1]
+    for engine in pair.engines:
+        engine.check()
+        assert engine.scheduler.allocator.num_used == 0
+
+
+def test_a_search_is_the_same(pair, compiled):
+    params = BeamSearchParams(beam_width=3, max_tokens=10)
+    for _ in complete(pair.leader, enumerate(pair.intake.accept_searches(TEXTS[:2], params))):
+        pass
+    pair.leader.end()
+    pair.followed.result()
+    assert pair.seen[0] == pair.seen[1]
+    assert pair.seen[0]
+
+
+def test_what_is_aborted_within_a_step_ends_behind_it_in_both(pair):
+    submission = pair.accept(SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    pair.leader.add(submission)
+    pair.engines[0].watchers.append(
+        lambda _: pair.leader.abort(submission) if len(pair.seen[0]) == 2 else None
+    )
+    while pair.leader.has_work:
+        pair.leader.step()
+    assert submission.samples[0].finish_reason == "abort"
+    pair.leader.end()
+    pair.followed.result()
+    assert pair.seen[0] == pair.seen[1]
+    assert len(pair.seen[0]) == 2
+    assert not pair.engines[1].has_work
+
+
+def test_a_function_is_called_in_both(pair):
+    assert pair.leader.everywhere("name", lambda: pair.called.append("leader") or 5) == 5
+    pair.leader.end()
+    pair.followed.result()
+    assert sorted(pair.called) == ["follower", "leader"]
+
+
+def test_what_is_cut_off_half_way_ends_the_engine(pair, monkeypatch):
+    submission = pair.accept(GREEDY)
+    pair.leader.add(submission)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.engines[0], "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.leader.step()
+    assert submission.samples[0].finish_reason == "abort"
+    pair.leader.abort(submission)  # as whoever was interrupted does
+    for call in (pair.leader.step, lambda: pair.leader.add(pair.accept(GREEDY))):
+        with pytest.raises(EngineDeadError):
+            call()
+    with pytest.raises(EngineDeadError, match="the first process of this engine has ended"):
+        pair.followed.result()
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_leader_that_nobody_has_any_more_has_ended(pair):
+    pair.leader._tell_end()
+    assert pair.followed.result() is None
+
+
+def test_a_stranger_is_sent_away():
+    sender = Sender("localhost", 1)
+    with ThreadPoolExecutor(1) as threads:
+        accepted = threads.submit(sender.accept)
+        stranger = socket.create_connection(sender.where)
+        stranger.sendall(b"x" * 32)
+        assert stranger.recv(1) == b""
+        receiver = Receiver(sender.where, sender.key)
+        accepted.result()
+        sender.send(["step"])
+        assert receiver.receive() == ["step"]
+        stranger.close(), receiver.close(), sender.close()
+
+
+SAID = {
+    "n": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "repetition_penalty": 1.5,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "seed": 2**63,
+    "stop": ("a", "\u20ac"),
+    "stop_token_ids": [7],
+    "bad_words": ["b"],
+    "ignore_eos": True,
+    "max_tokens": None,
+    "min_tokens": 3,
+    "logprobs": 4,
+    "prompt_logprobs": 5,
+    "prompt_logprobs_start": 2,
+    "logit_bias": {11: 0.5},
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "kv_policy": "streaming",
+    "kv_budget": 64,
+    "kv_protect": [(0, 3)],
+    "spaces_between_special_tokens": False,
+    "skip_clone": True,
+    "best_of": 2,
+}
+"""A value for each parameter that may have another one than its default, but for those below."""
+
+APART = {
+    "detokenize": False,
+    "allowed_token_ids": [3, 4],
+    "structured_outputs": StructuredOutputsParams(
+        json={"type": "object"}, reasoning=("<a>", "</a>")
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(**SAID),
+        *(SamplingParams(**{name: value}) for name, value in APART.items()),
+        BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True, length_penalty=0.5),
+        PoolingParams(dimensions=8, normalize=False, activation=True, truncate_prompt_tokens=-1),
+    ],
+    ids=lambda params: type(params).__name__,
+)
+def test_all_that_was_asked_for_is_told(params):
+    asked = Asked(5, params, 2, "salt")
+    lora = LoRARequest("a", 1, "/adapters/a")
+    message = json.loads(json.dumps(asked.to_json("text", [1, 2], lora)))
+    # A tuple comes as a list.
+    assert json.dumps(vars_of(params_of(message))) == json.dumps(vars_of(params))
+    assert message["prompt"] == {"prompt": "text", "prompt_token_ids": [1, 2], "cache_salt": "salt"}
+    assert (message["number"], message["priority"]) == (5, 2)
+    assert LoRARequest(*message["lora"]) == lora
+
+
+def vars_of(params: object) -> dict:
+    found = {one.name: getattr(params, one.name) for one in fields(params)}
+    inner = found.get("structured_outputs")
+    found |= {} if inner is None else {"structured_outputs": vars_of(inner)}
+    return {name: value for name, value in found.items() if name not in UNSENT}
+
+
+def test_no_parameter_is_forgotten():
+    for one in fields(SamplingParams):
+        if one.name in SAID or one.name in APART or one.name in UNSENT:
+            continue
+        with pytest.raises(ValueError, match=one.name):
+            SamplingParams(**{one.name: 1})  # there is nothing to be told
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"node_rank": 1}, "node_rank: expected none with nnodes=1, got 1"),
+        ({"master_addr": "10.0.0.1"}, "master_addr: expected none with nnodes=1"),
+        (
+            {"nnodes": 2, "node_rank": 2, "master_addr": "a"},
+            "node_rank: expected a number below nnodes=2, got 2",
+        ),
+        (
+            {"nnodes": 2, "node_rank": 1},
+            "master_addr: expected an address with node_rank, got None",
+        ),
+        ({"nnodes": 0}, "nnodes: expected a number >= 1, got 0"),
+    ],
+)
+def test_processes_that_cannot_find_each_other_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        EngineOptions(**given)
+    EngineOptions(nnodes=1, node_rank=0, master_addr="127.0.0.1", master_port=29501)  # vLLM's
+
+
+def test_one_process_has_nobody_to_follow(compiled):
+    assert not compiled.is_follower
+    with pytest.raises(ValueError, match="follow: expected another process than the first"):
+        compiled.follow()
+
+
+RUN = """
+import json, sys
+from jaxkv import LLM, SamplingParams
+
+rank, port, few = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+say = lambda what: print(">", what, flush=True)  # among lines of what connects processes
+shared = few | {"nnodes": 2, "node_rank": rank, "master_addr": "localhost", "master_port": port}
+shared |= {"tensor_parallel_size": 2, "kv_cache_dtype": "int8"}
+try:
+    LLM(**shared | {"max_num_seqs": 2 + rank})
+except ValueError as error:
+    say(error)
+llm = LLM(**shared)
+if llm.is_follower:
+    try:
+        llm.generate("import", use_tqdm=False)
+    except ValueError as error:
+        say(error)
+    llm.follow()
+else:
+    for refused in (lambda: llm.session("import"), lambda: llm.update_weights("x"), llm.sleep):
+        try:
+            refused()
+        except NotImplementedError as error:
+            say(error)
+    params = SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=0)
+    outputs = llm.generate(json.loads(sys.argv[4]), params, use_tqdm=False)
+    found = [[one.outputs[0].token_ids, [list(each.values())[0].logprob for each in one.prompt_logprobs[1:]]] for one in outputs]
+    # An engine of its own takes this process's devices, and nobody follows.
+    own = LLM(**few).generate("import", params, use_tqdm=False)[0].outputs[0].token_ids
+    say(json.dumps([found, own, llm.identity()]))
+"""
+
+
+def test_two_processes_give_what_one_gives(compiled):
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+    command = [sys.executable, "-c", RUN]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), port, json.dumps(FEW), json.dumps(TEXTS)],
+            env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    first, other = (
+        [line[2:] for line in one.communicate(timeout=120)[0].splitlines() if line[:2] == "> "]
+        for one in processes
+    )
+    assert [one.returncode for one in processes] == [0, 0]
+    unlike = "expected the same in all 2 processes .* unlike others: max_num_seqs"
+    assert re.search(f"{unlike} 2$", first[0])
+    assert re.search(f"{unlike} 3$", other[0])
+    assert re.search("expected the first process .* to ask, got another one", other[1])
+    for what, line in zip(("session", "update_weights", "sleep"), first[1:4], strict=True):
+        assert line.startswith(f"{what}: expected an engine of one process")
+    found, own, identity = json.loads(first[4])
+    params = SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=0)
+    with LLM(**FEW, kv_cache_dtype="int8") as llm:
+        for output, (tokens, logprobs) in zip(
+            llm.generate(TEXTS, params, use_tqdm=False), found, strict=True
+        ):
+            assert output.outputs[0].token_ids == tokens
+            want = [next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]]
+            # What is all but between two values of int8 may be rounded to either.
+            np.testing.assert_allclose(logprobs, want, atol=0.02)
+        assert llm.identity() == identity
+    (alone,) = compiled.generate("import", params, use_tqdm=False)
+    assert alone.outputs[0].token_ids == own
