@@ -501,7 +501,7 @@ _OF_SERVER = {
     "allowed_headers": "--allowed-origins",
     "allow_credentials": "--allowed-origins",
     "config": "the flags themselves",
-    "headless": "",
+    "headless": "--node-rank: no process but the first one serves",
     "uds": "--host and --port",
     "middleware": "a proxy",
     "ssl_ca_certs": "a proxy",

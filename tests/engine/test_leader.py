@@ -137,7 +137,7 @@ def test_a_follower_has_the_same_requests_in_the_same_pages(pair):
     assert scheduler.num_preemptions > 0
     assert scheduler.num_found > 0
     pair.leader.end()
-    assert pair.followed.result() is None
+    assert pair.followed.result(60) is None
     assert len(pair.seen[0]) > 40
     assert pair.seen[0] == pair.seen[1]
     for engine in pair.engines:
@@ -155,7 +155,7 @@ def test_a_search_is_the_same(pair, compiled):
     for _ in complete(pair.leader, enumerate(pair.intake.accept_searches(TEXTS[:2], params))):
         pass
     pair.leader.end()
-    pair.followed.result()
+    pair.followed.result(60)
     assert pair.seen[0] == pair.seen[1]
     assert pair.seen[0]
 
@@ -176,7 +176,7 @@ def test_what_is_aborted_within_a_step_ends_behind_it_in_both(pair, monkeypatch)
         pair.leader.step()
     assert submission.samples[0].finish_reason == "abort"
     pair.leader.end()
-    pair.followed.result()
+    pair.followed.result(60)
     assert pair.seen[0] == pair.seen[1]
     assert len(pair.seen[0]) == 3
     assert not pair.engines[1].has_work
@@ -185,7 +185,7 @@ def test_what_is_aborted_within_a_step_ends_behind_it_in_both(pair, monkeypatch)
 def test_a_function_is_called_in_both(pair):
     assert pair.leader.everywhere("name", lambda: pair.called.append("leader") or 5) == 5
     pair.leader.end()
-    pair.followed.result()
+    pair.followed.result(60)
     assert sorted(pair.called) == ["follower", "leader"]
 
 
@@ -202,7 +202,7 @@ def test_what_is_cut_off_half_way_ends_the_engine(pair, monkeypatch):
         with pytest.raises(EngineDeadError):
             call()
     with pytest.raises(EngineDeadError, match="the first process of this engine has ended"):
-        pair.followed.result()
+        pair.followed.result(60)
 
 
 def interrupted() -> None:
@@ -211,7 +211,7 @@ def interrupted() -> None:
 
 def test_a_leader_that_nobody_has_any_more_has_ended(pair):
     pair.leader._tell_end()
-    assert pair.followed.result() is None
+    assert pair.followed.result(60) is None
 
 
 def test_a_stranger_is_sent_away():
