@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -43,6 +44,28 @@ def to_host(x: Any) -> np.ndarray:
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
+
+
+@dataclass(frozen=True, slots=True)
+class HostParts:
+    """Holds in host memory the parts of an array that are on this process's devices."""
+
+    parts: tuple[tuple[jax.Device, np.ndarray], ...]
+
+
+def kept_in_host(x: jax.Array) -> np.ndarray | HostParts:
+    """Copies what this process has of an array to host memory."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.array(x)
+    return HostParts(tuple((one.device, np.array(one.data)) for one in x.addressable_shards))
+
+
+def put_back(kept: np.ndarray | HostParts, like: Any) -> jax.Array:
+    """Puts what `kept_in_host` has kept where it was. like: has its shape and sharding."""
+    if not isinstance(kept, HostParts):
+        return to_devices(kept, like.sharding)
+    placed = [jax.device_put(part, device) for device, part in kept.parts]
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, placed)
 
 
 def of_all(number: int) -> np.ndarray:

@@ -313,7 +313,12 @@ class AsyncLLM(AsyncPoolingCalls):
         return await self._engine.ask(self._llm.reset_prefix_cache)
 
     async def update_weights(self, weights: str | os.PathLike[str] | Mapping[str, Any]) -> None:
-        """Does what `LLM.update_weights` does; requests run while the new weights are loaded."""
+        """Does what `LLM.update_weights` does; requests run while the new weights are loaded, but
+        with an engine of several processes.
+        """
+        if self._llm.is_led:
+            await self._engine.ask(partial(self._llm.update_weights, weights))
+            return
         models = await asyncio.to_thread(self._llm._loaded_from, weights)
         await self._engine.ask(partial(self._llm._take, models))
 

@@ -40,6 +40,7 @@ from jaxkv.build.model import Model, find_model
 from jaxkv.build.options import (
     IS_BOOL,
     IS_LIST,
+    IS_PATH,
     IS_TEXT_OR_NONE,
     EngineOptions,
     describe_options,
@@ -51,18 +52,19 @@ from jaxkv.config import PREFILL, BeamSearchParams, SamplingParams
 from jaxkv.engine.beams import beam_output
 from jaxkv.engine.channel import Sender, connect
 from jaxkv.engine.handover import Handover
-from jaxkv.engine.leader import Follower, Leader
+from jaxkv.engine.leader import ONLY_FIRST, Follower, Leader
 from jaxkv.engine.metrics import Metric, Metrics
 from jaxkv.engine.replicas import Replicas
 from jaxkv.engine.saving import page_form
 from jaxkv.engine.streams import Front, complete, stream
-from jaxkv.errors import CapacityError
+from jaxkv.errors import CapacityError, Catch, CheckpointError
 from jaxkv.holding.directory import Directory
 from jaxkv.holding.prefix import root_key
 from jaxkv.kv.saved import Origin, SavedPages, fingerprint
 from jaxkv.lora.request import LoRARequest
 from jaxkv.ops import native
 from jaxkv.ops.attention import check_backend
+from jaxkv.processes import of_all
 from jaxkv.programs.process import check_process, is_forked
 from jaxkv.requests.adapters import AdapterFiles, listed_adapters
 from jaxkv.requests.intake import Intake
@@ -78,8 +80,8 @@ Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""
 
 
-IDENTITY = "identity"
-"""What a leader has its followers compute with it beside requests."""
+IDENTITY, UPDATE = "identity", "update"
+"""What a leader has its followers do with it beside requests."""
 
 
 class LLM(PoolingCalls):
@@ -381,7 +383,21 @@ class LLM(PoolingCalls):
         Raises: CheckpointError for missing, unknown or misshapen tensors, values that are not
         finite and another model's config.json, ValueError for other things, CapacityError.
         """
-        self._take(self._loaded_from(weights))
+        if not isinstance(self._front, Leader):
+            self._check_first("update_weights")
+            self._take(self._loaded_from(weights))
+            return
+        if isinstance(weights, Mapping):
+            raise NotImplementedError(
+                "update_weights: expected a directory or hub id, which all processes read, got "
+                "arrays"
+            )
+        IS_PATH("weights", weights)
+        where = None if weights is None else os.fspath(weights)
+        update = partial(self._updated_with_others, where)
+        error = self._front.everywhere(UPDATE, update, where)
+        if error is not None:
+            raise error
 
     def sleep(self, level: int = 1) -> None:
         """Gives the device's memory to others until `wake_up`: that of the KV cache, and of the
@@ -408,6 +424,11 @@ class LLM(PoolingCalls):
         return self._front.is_asleep
 
     @property
+    def is_led(self) -> bool:
+        """Tells whether several processes have this engine, and this one takes the requests."""
+        return isinstance(self._front, Leader)
+
+    @property
     def is_follower(self) -> bool:
         """Tells whether another process of this engine takes the requests, and this one is to
         `follow` it.
@@ -425,15 +446,20 @@ class LLM(PoolingCalls):
                 "follow: expected another process than the first of an engine of several, got one "
                 "that takes requests itself"
             )
-        self._front.follow(self._intake.again, {IDENTITY: self._own_origin})
+        functions: dict[str, Callable[..., Any]] = {
+            IDENTITY: self._own_origin,
+            UPDATE: self._updated_with_others,
+        }
+        self._front.follow(self._intake.again, functions)
 
-    def _loaded_from(self, weights: Any) -> list[Model]:
+    def _loaded_from(
+        self, weights: Any, when_read: Callable[[], None] = lambda: None
+    ) -> list[Model]:
         """Returns the models of all parts with these weights, beside those that they have."""
         self._front.check_alive()
-        self._check_alone("update_weights")
         try:
             first, *others = self._parts
-            model = first.model.updated(first.blueprint, weights)
+            model = first.model.updated(first.blueprint, weights, when_read=when_read)
             if isinstance(self._front, Replicas):
                 return [model, *(part.copied(model) for part in others)]
             rest = (part.model.updated(part.blueprint, weights) for part in others)
@@ -445,6 +471,28 @@ class LLM(PoolingCalls):
                 f"no room for the new weights beside the old ones: call sleep(level=2) before "
                 f"update_weights, and wake_up after it ({str(error).splitlines()[0]})"
             ) from error
+
+    def _updated_with_others(self, where: str | None) -> Exception | None:
+        """Takes the weights if all processes can read them; returns why else not."""
+        has_agreed = False
+
+        def agree() -> None:
+            nonlocal has_agreed
+            has_agreed = True
+            if of_all(False).any():
+                raise CheckpointError(
+                    f"{where}: expected weights that all processes can read, got an error in "
+                    f"another one"
+                )
+
+        models: list[Model] = []
+        with Catch() as caught:
+            models = self._loaded_from(where, when_read=agree)
+        if caught.error is None:
+            self._take(models)
+        elif not has_agreed:
+            of_all(True)
+        return caught.error
 
     def _take(self, models: Sequence[Model]) -> None:
         """Has the engines compute with the weights of these models."""
@@ -503,6 +551,11 @@ class LLM(PoolingCalls):
                 f"{what}: expected data_parallel_size 1, since it is about the pages of one "
                 f"engine, got {self._num_replicas}"
             )
+
+    def _check_first(self, what: str) -> None:
+        """Raises: ValueError where another process is asked."""
+        if self.is_follower:
+            raise ValueError(f"{what}: {ONLY_FIRST}")
 
     def _check_alone(self, what: str) -> None:
         """Raises: NotImplementedError where several processes have the engine."""

@@ -84,12 +84,16 @@ class Model:
                 f"generation_config='vllm', which leaves out what the file says"
             ) from error
 
-    def loaded(self, blueprint: Blueprint) -> Model:
-        """Returns the model with its weights on the blueprint's devices. Raises: CheckpointError,
-        OSError, CapacityError for weights that are sure not to fit, before they are read.
+    def loaded(
+        self, blueprint: Blueprint, *, when_read: Callable[[], None] = lambda: None
+    ) -> Model:
+        """Returns the model with its weights on the blueprint's devices. when_read: is called when
+        they are, before programs run that read them. Raises: CheckpointError, OSError,
+        CapacityError for weights that are sure not to fit, before they are read.
         """
         self._check_room(blueprint, f"weights of {self.directory}")
         weights, pooling, draft = self._load(blueprint), self.pooling, self.draft
+        when_read()
         if draft is not None and blueprint.draft is not None:
             draft = draft.loaded(blueprint.draft)
         if pooling is not None:
@@ -116,10 +120,12 @@ class Model:
             "or free memory (before update_weights: sleep(level=2))",
         )
 
-    def updated(self, blueprint: Blueprint, source: Any) -> Model:
+    def updated(
+        self, blueprint: Blueprint, source: Any, *, when_read: Callable[[], None] = lambda: None
+    ) -> Model:
         """Returns the model with other weights, of a directory or hub id or of arrays
         (`weights.arrays`), on the blueprint's devices; its own are as they were, and its draft
-        model stays.
+        model stays. when_read: as `loaded` has it, for those of a directory or hub id.
 
         Raises: CheckpointError for weights of another model or that break a rule of loading,
         ValueError for what is no weights at all, OSError.
@@ -169,7 +175,7 @@ class Model:
             stored_dtype=found.stored_dtype,
             draft=None,
         )
-        loaded = other.loaded(blueprint)._like(self)
+        loaded = other.loaded(blueprint, when_read=when_read)._like(self)
         return replace(loaded, draft=self.draft)
 
     def _like(self, other: Model) -> Model:

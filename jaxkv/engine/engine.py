@@ -27,6 +27,7 @@ from jaxkv.holding.tiers import Tiers
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models.decoder import body_of, head_of
 from jaxkv.ops.sampling import NO_TOKEN
+from jaxkv.processes import kept_in_host, put_back
 from jaxkv.programs.buckets import fit_bucket
 from jaxkv.programs.compiled import Programs
 from jaxkv.programs.pool import norm_of
@@ -295,10 +296,14 @@ class Engine:
         Raises: ValueError with requests under way.
         """
         with self.lock:
-            self.check_alive()
-            if self.has_work:
-                raise ValueError(UNDER_WAY)
+            self.check_tired()
             self.change(partial(self._sleep, keeps_weights))
+
+    def check_tired(self) -> None:
+        """Raises: ValueError with requests under way."""
+        self.check_alive()
+        if self.has_work:
+            raise ValueError(UNDER_WAY)
 
     def _sleep(self, keeps_weights: bool) -> None:
         self._flight = None
@@ -311,9 +316,9 @@ class Engine:
         if not keeps_weights:
             self._kept = None
         elif WEIGHTS not in self._away:
-            self._kept = jax.tree.map(np.array, self.weights)
+            self._kept = jax.tree.map(kept_in_host, self.weights)
         if WEIGHTS not in self._away:
-            self._kept_draft = jax.tree.map(np.array, self.draft)
+            self._kept_draft = jax.tree.map(kept_in_host, self.draft)
         self._away = frozenset((WEIGHTS, PAGES))
         self.scheduler.adapters.start_again()
         for array in jax.tree.leaves((self.weights, self.draft, self.adapters, self.kv)):
@@ -325,12 +330,16 @@ class Engine:
         Raises: ValueError where the weights were not kept, and nobody has given others.
         """
         with self.lock:
-            self.check_alive()
-            if WEIGHTS in self._away.intersection(what) and self._kept is None:
-                raise ValueError(
-                    "wake_up: expected update_weights() first: sleep(level=2) has kept no weights"
-                )
+            self.check_rested(what)
             self.change(partial(self._wake_up, self._away.intersection(what)))
+
+    def check_rested(self, what: Collection[str]) -> None:
+        """Raises: ValueError where weights are asked for that were not kept."""
+        self.check_alive()
+        if WEIGHTS in self._away.intersection(what) and self._kept is None:
+            raise ValueError(
+                "wake_up: expected update_weights() first: sleep(level=2) has kept no weights"
+            )
 
     def _wake_up(self, what: frozenset[str]) -> None:
         if WEIGHTS in what:
@@ -652,7 +661,7 @@ class Engine:
 
 def _put_back(kept: Weights, like: Weights) -> Weights:
     """Puts weights that host memory has kept on the devices where they were."""
-    return jax.tree.map(lambda x, one: jax.device_put(x, one.sharding), kept, like)
+    return jax.tree.map(put_back, kept, like)
 
 
 def _no_tokens(config: EngineConfig) -> Any:

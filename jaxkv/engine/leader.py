@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from threading import RLock
 from typing import Any, NoReturn, TypeVar
 from weakref import finalize
@@ -28,6 +29,7 @@ from jaxkv.weights.tree import Weights
 T = TypeVar("T")
 
 ADD, ABORT, STEP, FORGET, END = "add", "abort", "step", "forget", "end"
+SLEEP, WAKE = "sleep", "wake"
 """What the first process tells the others, each with what else there is to say."""
 
 
@@ -58,14 +60,9 @@ class _Together:
         """Does what `Engine.check_alive` does."""
         self._engine.check_alive()
 
-    def replace_weights(self, *_: Weights, secret: bytes) -> NoReturn:
-        raise NotImplementedError("update_weights: expected an engine of one process")
-
-    def sleep(self, *, keeps_weights: bool) -> NoReturn:
-        raise NotImplementedError("sleep: expected an engine of one process")
-
-    def wake_up(self, what: Collection[str]) -> NoReturn:
-        raise NotImplementedError("wake_up: expected an engine of one process")
+    def replace_weights(self, weights: Weights, *, secret: bytes) -> None:
+        """Does what `Engine.replace_weights` does, in this process: within `Leader.everywhere`."""
+        self._engine.replace_weights(weights, secret=secret)
 
     def metrics(self) -> list[Metric]:
         """Returns those of this process, which are those of all but for times."""
@@ -132,11 +129,24 @@ class Leader(_Together):
         """Makes nothing that is computed so far be found again in the prefix cache."""
         self.everywhere(FORGET, self._engine.forget)
 
-    def everywhere(self, name: str, function: Callable[[], T]) -> T:
-        """Calls a function, and in the others what they have for this name."""
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Does what `Engine.sleep` does, in all processes."""
+        with self.lock:
+            self._engine.check_tired()
+            sleep = partial(self._engine.sleep, keeps_weights=keeps_weights)
+            self.everywhere(SLEEP, sleep, keeps_weights)
+
+    def wake_up(self, what: Collection[str]) -> None:
+        """Does what `Engine.wake_up` does, in all processes."""
+        with self.lock:
+            self._engine.check_rested(what)
+            self.everywhere(WAKE, partial(self._engine.wake_up, what), sorted(what))
+
+    def everywhere(self, name: str, function: Callable[[], T], *what: Any) -> T:
+        """Calls a function, and in the others what they have for this name with what is given."""
         with self.lock:
             self._engine.check_alive()
-            return self._both([name], function)
+            return self._both([name, *what], function)
 
     def end(self) -> None:
         """Ends every request, and takes no more; `Follower.follow` returns."""
@@ -175,7 +185,7 @@ class Follower(_Together):
     def follow(
         self,
         make: Callable[[Mapping[str, Any]], Submission],
-        functions: Mapping[str, Callable[[], Any]],
+        functions: Mapping[str, Callable[..., Any]],
     ) -> None:
         """Does what the first process does until that ends the engine.
 
@@ -184,7 +194,12 @@ class Follower(_Together):
         without a word, and what a step raises.
         """
         engine, known = self._engine, dict[int, Submission]()
-        functions = {FORGET: engine.forget, **functions}
+        functions = {
+            FORGET: engine.forget,
+            SLEEP: lambda keeps_weights: engine.sleep(keeps_weights=keeps_weights),
+            WAKE: engine.wake_up,
+            **functions,
+        }
         with closing(self._first):
             while True:
                 name, *what = self._first.receive()
@@ -200,7 +215,7 @@ class Follower(_Together):
                 elif name == END:
                     return self.end()
                 else:
-                    functions[name]()
+                    functions[name](*what)
 
     def add(self, submission: Submission) -> NoReturn:
         raise ValueError(ONLY_FIRST)
@@ -209,6 +224,12 @@ class Follower(_Together):
         raise ValueError(ONLY_FIRST)
 
     def forget(self) -> NoReturn:
+        raise ValueError(ONLY_FIRST)
+
+    def sleep(self, *, keeps_weights: bool) -> NoReturn:
+        raise ValueError(ONLY_FIRST)
+
+    def wake_up(self, what: Collection[str]) -> NoReturn:
         raise ValueError(ONLY_FIRST)
 
     def abort(self, submission: Submission) -> None:

@@ -516,7 +516,7 @@ class Scheduler:
         whose last tokens are coming need no pages any more, but for beams, whose searches go on
         only when all have what they have stored.
         """
-        for request in list(self.leaving):
+        for request in sorted(self.leaving, key=_order):
             self._give_back(request)
         for request in list(self.running):
             if request.num_tokens == request.max_len and not request.beams:

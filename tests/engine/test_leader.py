@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import random
-import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,8 +17,10 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxkv import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from jaxkv.build.model import DEMO
 from jaxkv.build.options import EngineOptions
 from jaxkv.engine.channel import Receiver, Sender
 from jaxkv.engine.leader import Follower, Leader
@@ -44,6 +46,8 @@ FEW = {
 """Fewer pages than four rows need: some are preempted."""
 
 TEXTS = ["def add(a, b):", "class Stack:\n    def __init__(self", "x = [1, 2, 3]\n" * 5, "import"]
+
+FIRST = "model.layers.0.self_attn.q_proj.weight"
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
@@ -335,72 +339,100 @@ def test_one_process_has_nobody_to_follow(compiled):
 RUN = """
 import json, sys
 from jaxkv import LLM, SamplingParams
+from jaxkv.testing import engine_of
 
-rank, port, few = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-say = lambda what: print(">", what, flush=True)  # among lines of what connects processes
+few, texts, rank, port, other = *map(json.loads, sys.argv[1:5]), sys.argv[5]
+say = lambda what: print(">", json.dumps(what), flush=True)  # among lines of what connects them
 shared = few | {"nnodes": 2, "node_rank": rank, "master_addr": "localhost", "master_port": port}
 shared |= {"tensor_parallel_size": 2, "kv_cache_dtype": "int8"}
-try:
-    LLM(**shared | {"max_num_seqs": 2 + rank})
-except ValueError as error:
-    say(error)
+params = SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=0)
+
+def refused(call):
+    try:
+        call()
+    except (ValueError, NotImplementedError) as error:
+        say(str(error))
+
+def generated():
+    return [
+        [one.outputs[0].token_ids] + [[*each.values()][0].logprob for each in one.prompt_logprobs[1:]]
+        for one in llm.generate(texts, params, use_tqdm=False)
+    ]
+
+refused(lambda: LLM(**shared | {"max_num_seqs": 2 + rank}))
 llm = LLM(**shared)
 if llm.is_follower:
-    try:
-        llm.generate("import", use_tqdm=False)
-    except ValueError as error:
-        say(error)
+    refused(lambda: llm.generate("import", use_tqdm=False))
+    refused(lambda: llm.update_weights(other))
     llm.follow()
 else:
-    for refused in (lambda: llm.session("import"), lambda: llm.update_weights("x"), llm.sleep):
-        try:
-            refused()
-        except NotImplementedError as error:
-            say(error)
-    params = SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=0)
-    outputs = llm.generate(json.loads(sys.argv[4]), params, use_tqdm=False)
-    found = [[one.outputs[0].token_ids, [list(each.values())[0].logprob for each in one.prompt_logprobs[1:]]] for one in outputs]
-    # An engine of its own takes this process's devices, and nobody follows.
-    own = LLM(**few).generate("import", params, use_tqdm=False)[0].outputs[0].token_ids
-    say(json.dumps([found, own, llm.identity()]))
+    refused(lambda: llm.session("import"))
+    refused(lambda: llm.update_weights({"x": 1}))
+    refused(lambda: llm.update_weights("/not/there"))
+    say([llm.identity(), generated()])
+    llm.sleep(level=1)
+    llm.wake_up()
+    say(generated())
+    llm.update_weights(other)
+    say(generated())
+    engine_of(llm).check()
+    # An engine of its own takes this process's device, and nobody follows.
+    say(LLM(**few).generate("import", params, use_tqdm=False)[0].outputs[0].token_ids)
 """
 
 
-def test_two_processes_give_what_one_gives(compiled):
+def run_both(*arguments: object) -> list[list]:
+    """Returns what the two processes say."""
     with socket.create_server(("localhost", 0)) as free:
-        port = str(free.getsockname()[1])
+        port = free.getsockname()[1]
     flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
-    command = [sys.executable, "-c", RUN]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), port, json.dumps(FEW), json.dumps(TEXTS)],
+            [sys.executable, "-c", RUN, *map(json.dumps, (FEW, TEXTS, rank, port)), *arguments],
             env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    first, other = (
-        [line[2:] for line in one.communicate(timeout=120)[0].splitlines() if line[:2] == "> "]
-        for one in processes
-    )
+    try:
+        said = [one.communicate(timeout=120)[0].splitlines() for one in processes]
+    finally:
+        for one in processes:
+            one.kill()
     assert [one.returncode for one in processes] == [0, 0]
-    unlike = "expected the same in all 2 processes .* unlike others: max_num_seqs"
-    assert re.search(f"{unlike} 2$", first[0])
-    assert re.search(f"{unlike} 3$", other[0])
-    assert re.search("expected the first process .* to ask, got another one", other[1])
-    for what, line in zip(("session", "update_weights", "sleep"), first[1:4], strict=True):
-        assert line.startswith(f"{what}: expected an engine of one process")
-    found, own, identity = json.loads(first[4])
+    return [[json.loads(line[2:]) for line in lines if line[:2] == "> "] for lines in said]
+
+
+def check_like(outputs: list, found: list) -> None:
+    for output, (tokens, *logprobs) in zip(outputs, found, strict=True):
+        assert output.outputs[0].token_ids == tokens
+        want = [next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]]
+        # What is all but between two values of int8 may be rounded to either.
+        np.testing.assert_allclose(logprobs, want, atol=0.02)
+
+
+def test_two_processes_give_what_one_gives(compiled, tmp_path):
+    other = shutil.copytree(DEMO, tmp_path / "other")
+    (file,) = other.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file(tensors | {FIRST: 3 * tensors[FIRST]}, file)
+    first, second = run_both(str(other))
+    assert first[0].endswith("unlike others: max_num_seqs 2")
+    assert second[0].endswith("unlike others: max_num_seqs 3")
+    for said in second[1:]:
+        assert "expected the first process (jax.process_index() 0) to ask" in said
+    assert first[1].startswith("session: expected an engine of one process")
+    assert first[2].startswith("update_weights: expected a directory or hub id")
+    assert first[3].startswith("/not/there: expected a directory with config.json")
+    (identity, before), slept, after, own = first[4:]
+    assert slept == before
     params = SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=0)
     with LLM(**FEW, kv_cache_dtype="int8") as llm:
-        for output, (tokens, logprobs) in zip(
-            llm.generate(TEXTS, params, use_tqdm=False), found, strict=True
-        ):
-            assert output.outputs[0].token_ids == tokens
-            want = [next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]]
-            # What is all but between two values of int8 may be rounded to either.
-            np.testing.assert_allclose(logprobs, want, atol=0.02)
         assert llm.identity() == identity
+        check_like(llm.generate(TEXTS, params, use_tqdm=False), before)
+        llm.update_weights(other)
+        check_like(llm.generate(TEXTS, params, use_tqdm=False), after)
+    assert after != before
     (alone,) = compiled.generate("import", params, use_tqdm=False)
     assert alone.outputs[0].token_ids == own
