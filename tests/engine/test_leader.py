@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -436,3 +438,57 @@ def test_two_processes_give_what_one_gives(compiled, tmp_path):
     assert after != before
     (alone,) = compiled.generate("import", params, use_tqdm=False)
     assert alone.outputs[0].token_ids == own
+
+
+@pytest.mark.slow
+def test_a_server_of_two_processes_answers_until_one_is_lost(compiled):
+    ports = []
+    for _ in range(2):
+        with socket.create_server(("localhost", 0)) as free:
+            ports.append(free.getsockname()[1])
+    flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+    given = {"max-num-seqs": 4, "max-model-len": 128, "dtype": "float32", "tensor-parallel-size": 2}
+    given |= {"nnodes": 2, "master-addr": "localhost", "master-port": ports[0], "port": ports[1]}
+    line = [sys.executable, "-m", "jaxkv", "serve", "--lazy-compile"]
+    line += [str(part) for name, value in given.items() for part in (f"--{name}", value)]
+    processes = [
+        subprocess.Popen(
+            [*line, "--node-rank", str(rank)],
+            env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]
+    where = f"http://127.0.0.1:{ports[1]}"
+    asked = {"prompt": TEXTS[0], "max_tokens": 12, "temperature": 0}
+    try:
+        until = time.monotonic() + 90
+        while not is_healthy(where):
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        (alone,) = compiled.generate(TEXTS[0], GREEDY, use_tqdm=False)
+        assert answer(where, asked)["choices"][0]["text"] == alone.outputs[0].text
+        processes[1].kill()
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            answer(where, asked)
+        assert not is_healthy(where)
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
+
+
+def answer(where: str, asked: dict) -> dict:
+    request = urllib.request.Request(
+        f"{where}/v1/completions", json.dumps(asked).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+def is_healthy(where: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{where}/health", timeout=5) as response:
+            return response.status == 200
+    except OSError:  # which errors of HTTP are too
+        return False
