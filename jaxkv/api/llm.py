@@ -557,11 +557,6 @@ class LLM(PoolingCalls):
         if self.is_follower:
             raise ValueError(f"{what}: {ONLY_FIRST}")
 
-    def _check_alone(self, what: str) -> None:
-        """Raises: NotImplementedError where several processes have the engine."""
-        if isinstance(self._front, Leader | Follower):
-            raise NotImplementedError(f"{what}: expected an engine of one process, got of several")
-
     @property
     def compile_s(self) -> float:
         """Counts the seconds in which something was compiled so far, behind running requests
@@ -684,8 +679,15 @@ class LLM(PoolingCalls):
         ValueError with several engines.
         """
         self._check_one("session")
-        self._check_alone("session")
-        return Home(owner, self._intake, self._engine, self._origin, chat, lora_request)
+        return Home(owner, self._intake, self._engine, self._origin_alone, chat, lora_request)
+
+    def _origin_alone(self, form: str) -> Origin:
+        if isinstance(self._front, Leader | Follower):
+            raise NotImplementedError(
+                "save, restore: expected an engine of one process, got one of several: save the "
+                "tokens"
+            )
+        return self._origin(form)
 
     def _own_origin(self) -> Origin:
         return self._origin(form="")

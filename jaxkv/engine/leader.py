@@ -22,6 +22,7 @@ from jaxkv.engine.channel import Receiver, Sender
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.metrics import Metric
 from jaxkv.errors import EngineDeadError
+from jaxkv.holding.pins import Pins
 from jaxkv.programs.process import is_forked
 from jaxkv.requests.request import Request, Submission
 from jaxkv.weights.tree import Weights
@@ -73,6 +74,13 @@ class _Together:
         self._engine.check()
 
 
+class _NoPins(Pins):
+    """Keeps nothing longer for those who have it: the others do not know of them."""
+
+    def add(self, owner: object, keys: Sequence[bytes]) -> None:
+        """Does nothing."""
+
+
 class Leader(_Together):
     """Stands in front of the first process's engine: what runs requests talks to it as to an
     `Engine`.
@@ -83,6 +91,7 @@ class Leader(_Together):
 
     def __init__(self, engine: Engine, others: Sender) -> None:
         super().__init__(engine)
+        engine.pins = _NoPins()
         self._others = others
         self._known: dict[Request, Submission] = {}
         """What the others know and has not finished, by its first sample: callers give it other

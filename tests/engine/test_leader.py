@@ -368,9 +368,11 @@ if llm.is_follower:
     refused(lambda: llm.update_weights(other))
     llm.follow()
 else:
-    refused(lambda: llm.session("import"))
+    session = llm.session("def add(a, b):\\n    return")
+    refused(lambda: session.save("anywhere"))
     refused(lambda: llm.update_weights({"x": 1}))
     refused(lambda: llm.update_weights("/not/there"))
+    say(session.generate(SamplingParams(temperature=0.0, max_tokens=9))[1].token_ids)
     say([llm.identity(), generated()])
     llm.sleep(level=1)
     llm.wake_up()
@@ -424,14 +426,18 @@ def test_two_processes_give_what_one_gives(compiled, tmp_path):
     assert second[0].endswith("unlike others: max_num_seqs 3")
     for said in second[1:]:
         assert "expected the first process (jax.process_index() 0) to ask" in said
-    assert first[1].startswith("session: expected an engine of one process")
+    assert first[1].startswith("save, restore: expected an engine of one process")
     assert first[2].startswith("update_weights: expected a directory or hub id")
     assert first[3].startswith("/not/there: expected a directory with config.json")
-    (identity, before), slept, after, own = first[4:]
+    forked, (identity, before), slept, after, own = first[4:]
     assert slept == before
     params = SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=0)
     with LLM(**FEW, kv_cache_dtype="int8") as llm:
         assert llm.identity() == identity
+        session = llm.session("def add(a, b):\n    return")
+        assert (
+            session.generate(SamplingParams(temperature=0.0, max_tokens=9))[1].token_ids == forked
+        )
         check_like(llm.generate(TEXTS, params, use_tqdm=False), before)
         llm.update_weights(other)
         check_like(llm.generate(TEXTS, params, use_tqdm=False), after)
