@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
+from threading import current_thread, main_thread
 
 import jax
 
@@ -18,7 +20,7 @@ def join(options: EngineOptions) -> None:
     if options.nnodes == 1:
         return
     if not jax.distributed.is_initialized():
-        address = options.master_addr
+        address, handler = options.master_addr, signal.getsignal(signal.SIGTERM)
         try:
             if address is None:  # JAX asks the TPU, or what has started the job
                 jax.distributed.initialize()
@@ -31,6 +33,9 @@ def join(options: EngineOptions) -> None:
                 f"nnodes: expected processes that can join ({error}): give node_rank and "
                 f"master_addr, and make the engine before JAX is used for other things"
             ) from error
+        if handler is not None and current_thread() is main_thread():
+            # JAX has taken it, for programs that store their state when they are told to end.
+            signal.signal(signal.SIGTERM, handler)
     if jax.process_count() != options.nnodes:
         raise ValueError(
             f"nnodes: expected {jax.process_count()}, the processes that JAX knows, got "

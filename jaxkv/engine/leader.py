@@ -11,10 +11,12 @@ the State Machine Approach", of which this has the replicas, not the tolerance.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import partial
-from threading import RLock
+from signal import SIGINT, SIGTERM, Signals, getsignal, signal
+from threading import RLock, current_thread, main_thread
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 from weakref import finalize
 
@@ -85,8 +87,8 @@ class Leader(_Together):
     """Stands in front of the first process's engine: what runs requests talks to it as to an
     `Engine`.
 
-    What is cut off half way, by an exception or an interrupt, ends the engine: nobody knows then
-    how far the others have come.
+    What is cut off half way ends the engine: nobody knows then how far the others have come. So
+    an interrupt comes behind a step, but for a second one.
     """
 
     def __init__(self, engine: Engine, others: Sender) -> None:
@@ -110,8 +112,11 @@ class Leader(_Together):
         with self.lock:
             self._engine.check_awake()
             if submission.samples[0] not in self._known:
-                self._known[submission.samples[0]] = submission
-                self._both([ADD, submission.to_json()], lambda: self._engine.add(submission))
+                self._both([ADD, submission.to_json()], partial(self._add, submission))
+
+    def _add(self, submission: Submission) -> None:
+        self._known[submission.samples[0]] = submission
+        self._engine.add(submission)
 
     def abort(self, submission: Submission) -> None:
         """Ends what is left of it in all processes, as `Engine.abort` does."""
@@ -120,19 +125,26 @@ class Leader(_Together):
         with self.lock:
             if self._is_under_way:
                 self._aborted.append(submission)
-            elif not self._is_ended and (known := self._known.pop(submission.samples[0], None)):
-                self._both([ABORT, known.number], lambda: self._engine.abort(known))
+            elif not self._is_ended and (known := self._known.get(submission.samples[0])):
+                self._both([ABORT, known.number], partial(self._abort, known))
+
+    def _abort(self, known: Submission) -> None:
+        self._engine.abort(known)
+        del self._known[known.samples[0]]
 
     def step(self) -> list[Request]:
         """Takes a step in all processes. Raises: as `Engine.step`, which ends the engine here."""
         with self.lock:
             self._engine.check_alive()
-            got = self._both([STEP], self._engine.step)
-            if any(request.finish_reason is not None for request in got):
-                self._known = {
-                    one: known for one, known in self._known.items() if not known.is_finished
-                }
-            return got
+            return self._both([STEP], self._step)
+
+    def _step(self) -> list[Request]:
+        got = self._engine.step()
+        if any(request.finish_reason is not None for request in got):
+            self._known = {
+                one: known for one, known in self._known.items() if not known.is_finished
+            }
+        return got
 
     def forget(self) -> None:
         """Makes nothing that is computed so far be found again in the prefix cache."""
@@ -166,17 +178,18 @@ class Leader(_Together):
 
     def _both(self, message: Sequence[Any], change: Callable[[], T]) -> T:
         """Has the others do what `change` does here."""
-        is_done, self._is_under_way = False, True
-        try:
-            self._others.send(message)
-            result = change()
-            is_done = True
-        finally:
-            self._is_under_way = False
-            if not is_done:
-                self._is_ended = True
-                self._others.close()  # without a word
-                self._engine.end()
+        with _interrupts_behind():
+            is_done, self._is_under_way = False, True
+            try:
+                self._others.send(message)
+                result = change()
+                is_done = True
+            finally:
+                self._is_under_way = False
+                if not is_done:
+                    self._is_ended = True
+                    self._others.close()  # without a word
+                    self._engine.end()
         while self._aborted:
             self.abort(self._aborted.pop())
         return result
@@ -255,6 +268,34 @@ ONLY_FIRST = (
     "expected the first process (jax.process_index() 0) to ask, got another one of this engine: "
     "call follow() here"
 )
+
+
+@contextmanager
+def _interrupts_behind() -> Iterator[None]:
+    """Has a signal that ends what runs, as Ctrl-C does, come behind the block; a second one comes
+    at once. Signals come in the main thread only.
+    """
+    if current_thread() is not main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    handlers = {number: getsignal(number) for number in (SIGINT, SIGTERM)}
+    own = {number: handler for number, handler in handlers.items() if callable(handler)}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append((number, frame))
+        if len(came) > 1:
+            own[Signals(number)](number, frame)
+
+    try:
+        for number in own:
+            signal(number, note)
+        yield
+    finally:
+        for number, handler in own.items():
+            signal(number, handler)
+    for which, frame in came[:1]:
+        own[Signals(which)](which, frame)
 
 
 def _end(others: Sender) -> None:

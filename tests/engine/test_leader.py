@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -209,6 +210,28 @@ def test_what_is_cut_off_half_way_ends_the_engine(pair, monkeypatch):
             call()
     with pytest.raises(EngineDeadError, match="the first process of this engine has ended"):
         pair.followed.result(60)
+
+
+def test_an_interrupt_comes_behind_a_step(pair, monkeypatch):
+    submission = pair.accept(GREEDY)
+    pair.leader.add(submission)
+    step = pair.engines[0].step
+
+    def interrupting() -> list:
+        os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.engines[0], "step", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            pair.leader.step()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    while pair.leader.has_work:
+        pair.leader.step()
+    assert submission.samples[0].finish_reason == "length"
+    pair.leader.end()
+    assert pair.followed.result(60) is None
+    assert pair.seen[0] == pair.seen[1]
 
 
 def interrupted() -> None:
