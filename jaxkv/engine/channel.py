@@ -81,7 +81,13 @@ class Receiver:
     """Is another process's end."""
 
     def __init__(self, where: tuple[str, int], key: bytes) -> None:
-        self._first = socket.create_connection(where, timeout=LIMIT_S)
+        try:
+            self._first = socket.create_connection(where, timeout=LIMIT_S)
+        except OSError as error:
+            raise ValueError(
+                f"master_addr: expected the address at which other hosts reach the first process, "
+                f"got none or one where nothing answers ({where[0]}, port {where[1]}: {error})"
+            ) from error
         self._first.sendall(key)
         self._first.settimeout(None)
 
@@ -108,9 +114,19 @@ def _received(other: socket.socket, num_bytes: int) -> bytes:
     return bytes(data)
 
 
+def _own_address() -> str:
+    """Returns the address from which this host reaches others; by its name that may be one that
+    only itself can reach.
+    """
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.connect(("192.0.2.1", 9))  # of nobody (RFC 5737): it only looks for a route
+        return str(asking.getsockname()[0])
+    return socket.gethostbyname(socket.gethostname())
+
+
 def connect(devices: Sequence[jax.Device], host: str | None) -> Sender | Receiver | None:
     """Returns this process's end of the channel between those of an engine with these devices; None
-    if that is one alone. host: the first one's, where the others reach it; None: by its name.
+    if that is one alone. host: the first one's, where the others reach it; None: as it is found.
     """
     count = num_processes(devices)
     if count == 1:
@@ -121,7 +137,7 @@ def connect(devices: Sequence[jax.Device], host: str | None) -> Sender | Receive
         first = told[:HOST_BYTES].rstrip(b"\0").decode()
         port, key = told[HOST_BYTES:-KEY_BYTES], told[-KEY_BYTES:]
         return Receiver((first, int.from_bytes(port, "little")), key)
-    host = host or socket.gethostbyname(socket.gethostname())
+    host = host or _own_address()
     sender = Sender(host, count - 1)
     where = host.encode().ljust(HOST_BYTES, b"\0")
     from_first(where + sender.where[1].to_bytes(PORT_BYTES, "little") + sender.key, size)

@@ -215,10 +215,10 @@ class Grammars:
             tokenizer, n_vocab=vocab_size, eos_token=sorted(eos_ids)
         )
 
-    def compile(self, asked: StructuredOutputsParams) -> Grammar:
+    def compile(self, asked: StructuredOutputsParams, *, is_tried: bool = False) -> Grammar:
         """Compiles what was asked for, or finds it again while anybody has it. What is returned is
         for copies to follow: see `Grammar.copy`, and `Grammar.behind`; both hold from the start of
-        a text on.
+        a text on. is_tried: another process has found that it does not take too long.
 
         Raises: ValueError with llguidance's reason for an invalid schema or grammar, and for what
         it has no room or time for.
@@ -228,7 +228,7 @@ class Grammars:
             found = self._known(source)
         if found is None:
             try:
-                found = self._made(source)
+                found = self._built(source) if is_tried else self._made(source)
             except TimeoutError as error:  # which says nothing of the next time
                 raise ValueError(f"structured_outputs: expected {error}") from error
         with self._lock:
@@ -255,6 +255,9 @@ class Grammars:
             TRIALS.check(source)
         except ValueError as error:
             return str(error)
+        return self._built(source)
+
+    def _built(self, source: str) -> Grammar | str:
         grammar = Grammar(
             self._llguidance.LLMatcher(self._tokenizer, source, log_level=0), self._num_words
         )

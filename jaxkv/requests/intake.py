@@ -171,6 +171,9 @@ class Intake(PromptReader):
         prompt, params, priority = message["prompt"], params_of(message), message["priority"]
         lora = None if message["lora"] is None else LoRARequest(*message["lora"])
         number, adapter = message["number"], self.adapter_of(lora)
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            # All processes go on with it, however long it takes in one of them.
+            self.grammars().compile(params.structured_outputs, is_tried=True)
         with self._lock:
             if isinstance(params, BeamSearchParams):
                 made = self._search(prompt, params, number, adapter)

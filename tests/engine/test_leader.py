@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.asked import UNSENT, Asked, params_of
 from jaxkv.requests.pooling import PoolingParams
 from jaxkv.requests.request import Request, Submission
+from jaxkv.requests.trial import TRIALS
 from jaxkv.testing import engine_of, intake_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
@@ -241,6 +242,31 @@ def interrupted() -> None:
 def test_a_leader_that_nobody_has_any_more_has_ended(pair):
     pair.leader._tell_end()
     assert pair.followed.result(60) is None
+
+
+def test_a_grammar_is_tried_once(compiled, monkeypatch):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[q-z]{2,5}"))
+    (submission,) = intake_of(compiled).accept(["a"], [params], None, None)
+    other = intake_of(LLM(**FEW))
+    monkeypatch.setattr(TRIALS, "check", timed_out)
+    made = other.again(json.loads(json.dumps(submission.to_json())))
+    assert made.samples[0].draw.grammar.mask().tolist()
+    with pytest.raises(ValueError, match="expected another form"):
+        other.accept(["a"], [replace(params, structured_outputs=WORDS)], None, None)
+
+
+WORDS = StructuredOutputsParams(regex="[0-4]{2,5}")
+
+
+def timed_out(source: str) -> None:
+    raise ValueError("another form")
+
+
+def test_who_cannot_reach_the_first_process_is_told():
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ValueError, match=f"where nothing answers .localhost, port {port}: "):
+        Receiver(("localhost", port), b"")
 
 
 def test_a_stranger_is_sent_away():
