@@ -42,7 +42,7 @@ KEYS = {"num_choices": "n", "stop_seqs": "stop"} | {
     name: name
     for name in (
         *("frequency_penalty", "logit_bias", "logprobs", "max_tokens", "presence_penalty"),
-        *("seed", "temperature", "top_k", "top_logprobs", "top_p"),
+        *("reasoning_effort", "seed", "temperature", "top_k", "top_logprobs", "top_p"),
     )
 }
 """Fields of `GenerateConfig` by what a body of OpenAI's calls them."""

@@ -286,10 +286,10 @@ class LLM(PoolingCalls):
         requests: (prompt or list of chat messages, parameters or None for
         `get_default_sampling_params`) pairs, or with an adapter or None behind them; also
         {"messages": [...]} with "tools", "chat_template_kwargs", "add_generation_prompt",
-        "continue_final_message" and "cache_salt" beside it, as in `chat`. They may be endless: at
-        most 2 * max_num_seqs are taken and not yet given back. Taking one that is slow to come
-        holds up those that run. Closing the iterator ends what is left; finish_reason "abort" is as
-        in a stream.
+        "continue_final_message" and "cache_salt" beside it, as in `chat`, and "reasoning_effort"
+        (`requests.chats.EFFORTS`). They may be endless: at most 2 * max_num_seqs are taken and not
+        yet given back. Taking one that is slow to come holds up those that run. Closing the
+        iterator ends what is left; finish_reason "abort" is as in a stream.
         Raises: ValueError at the call if `requests` is no iterable, and later what iterating over
         it raises.
         """

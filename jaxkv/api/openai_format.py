@@ -51,7 +51,6 @@ NEAREST = {
     "chat_template": "jaxkv serve --chat-template",
     "functions": "tools",
     "prompt_logprobs": "echo with logprobs, of a completion",
-    "reasoning_effort": "chat_template_kwargs",
 }
 """Names what is nearest to keys of OpenAI's and vLLM's that are not here."""
 
@@ -310,7 +309,7 @@ def _forced(keys: Keys, template: dict[str, Any]) -> Forced | None:
 
 def _template(keys: Keys) -> dict[str, Any]:
     """Returns what the body has for the template of a chat."""
-    kinds: dict[str, type] = {"tools": list, "chat_template_kwargs": dict}
+    kinds: dict[str, type] = {"tools": list, "chat_template_kwargs": dict, "reasoning_effort": str}
     kinds |= {"add_generation_prompt": bool, "continue_final_message": bool}
     given = {name: keys.take(name, kind) for name, kind in kinds.items()}
     if other := [one for one in given["tools"] or () if not isinstance(one, dict)]:

@@ -23,8 +23,8 @@ def without_messages(intake: Intake, prompt: Any, *, any_length: bool = False) -
     chat = {"messages": prompt} if is_conversation(prompt) else prompt
     if not isinstance(chat, Mapping) or "messages" not in chat:
         return prompt
-    given = {"cache_salt": "", "chat_template_kwargs": None, **chat}
-    messages, salt = given.pop("messages"), given.pop("cache_salt")
+    given = {"cache_salt": "", "chat_template_kwargs": None, "reasoning_effort": None, **chat}
+    messages, salt, effort = map(given.pop, ("messages", "cache_salt", "reasoning_effort"))
     extra, options = given.pop("chat_template_kwargs"), {**OF_CHAT, **given}
     if unknown := options.keys() - OF_CHAT.keys():
         unknown_keys = ", ".join(sorted(map(str, unknown)))
@@ -35,7 +35,12 @@ def without_messages(intake: Intake, prompt: Any, *, any_length: bool = False) -
     # A template is the engine's owner's choice: none may come in `extra`.
     try:
         (rendered,) = intake.render(
-            [messages], extra, any_length=any_length, chat_template=None, **options
+            [messages],
+            extra,
+            effort=effort,
+            any_length=any_length,
+            chat_template=None,
+            **options,
         )
     except ValueError as error:
         # Its index in a list of one says nothing here.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,19 @@ OF_TEMPLATES = (
 )
 """Lists what a template may raise beside jinja2's own errors."""
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""OpenAI's words for how much a model reasons, and DeepSeek's "max"."""
+SWITCHES = ("enable_thinking", "thinking")
+"""What templates call the variable that says whether a model reasons at all."""
+
 
 class Chats:
     """Renders conversations by a tokenizer's template, which gets `extra` as well as `options`.
+    effort: one of EFFORTS, for a template that reads `reasoning_effort` or has one of the SWITCHES,
+    which "none" turns off and any other turns on.
 
-    Raises: ValueError where there is no template, or for what `extra` says that is said elsewhere.
+    Raises: ValueError where there is no template, for another effort, or for what `extra` says that
+    is said elsewhere.
     """
 
     def __init__(
@@ -40,11 +49,13 @@ class Chats:
         extra: Any,
         options: Mapping[str, Any],
         content_format: str = "auto",
+        effort: str | None = None,
     ) -> None:
         extra = {} if extra is None else extra
         if not isinstance(extra, Mapping):
             raise ValueError(f"chat_template_kwargs: expected a dict, got {type(extra).__name__}")
-        if taken := sorted(map(str, extra.keys() & {*options, "tokenize"})):
+        for_effort = {} if effort is None else _of_effort(effort, extra)
+        if taken := sorted(map(str, extra.keys() & {*options, *for_effort, "tokenize"})):
             raise ValueError(
                 f"chat_template_kwargs: expected no {', '.join(taken)}: chat has arguments for it"
             )
@@ -55,10 +66,13 @@ class Chats:
                 "chat: this tokenizer has no chat template; pass chat_template=, or use generate()"
             )
         self._tokenizer = tokenizer
-        self._options = {**options, **extra}
-        self._asked = dict.fromkeys(extra, "chat_template_kwargs")
+        self._options = {**options, **extra, **for_effort}
+        self._asked: list[tuple[str, AbstractSet[str]]]
+        self._asked = [("chat_template_kwargs", {name}) for name in extra]
         if options.get("tools"):
-            self._asked["tools"] = "tools"
+            self._asked.append(("tools", {"tools"}))
+        if for_effort:
+            self._asked.append(("reasoning_effort", for_effort.keys()))
         self._form = FORMATS[content_format]
 
     def render(
@@ -100,11 +114,12 @@ class Chats:
     def _check_read(self, template: str) -> None:
         """Raises: RefusedChatError for what the template would not look at."""
         read = names_read(template)
-        for name, argument in self._asked.items():
-            if name not in read:
+        for argument, names in self._asked:
+            if not names & read:
                 raise RefusedChatError(
-                    f"{argument}: expected what the chat template reads, got {name!r}, which it "
-                    f"does not: leave it out, or pass a chat_template= that reads it"
+                    f"{argument}: expected what the chat template reads, got "
+                    f"{' or '.join(map(repr, names))}, which it does not: leave it out, or pass a "
+                    f"chat_template= that reads it"
                 )
 
     def _broken(self, error: TemplateSyntaxError) -> ValueError:
@@ -116,3 +131,13 @@ class Chats:
             return ValueError(f"chat_template: {what}")
         directory = self._tokenizer.name_or_path
         return CheckpointError(f"{directory}: chat template: {what}; pass chat_template=")
+
+
+def _of_effort(effort: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the variables that say it, but for switches that `extra` has set."""
+    if effort not in EFFORTS:
+        raise ValueError(
+            f"reasoning_effort: expected one of {', '.join(EFFORTS)}, got {effort!r:.80}"
+        )
+    switches = {name: effort != "none" for name in SWITCHES if name not in extra}
+    return {"reasoning_effort": effort, **switches}

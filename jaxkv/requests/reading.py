@@ -107,18 +107,20 @@ class PromptReader:
         extra: Mapping[str, Any] | None = None,
         content_format: str = "auto",
         *,
+        effort: str | None = None,
         any_length: bool = False,
         **options: Any,
     ) -> list[dict[str, Any]]:
         """Renders token prompts of conversations by the chat template, which gets `extra` as well
-        as `options`, and contents in a form of `requests.contents.FORMATS`. any_length: also those
-        that the context has no room for, as `tokens_of` takes them.
+        as `options`, and contents in a form of `requests.contents.FORMATS`. effort: how much the
+        model reasons, as `Chats` takes it. any_length: also those that the context has no room for,
+        as `tokens_of` takes them.
 
         Raises: ValueError naming every bad index, or what `extra` says that is said elsewhere.
         """
         self._check_num_values("tools", options.get("tools"))
         self._check_num_values("chat_template_kwargs", extra)
-        chats = Chats(self._model.tokenizer, extra, options, content_format)
+        chats = Chats(self._model.tokenizer, extra, options, content_format, effort)
         encode = partial(self._encode_any if any_length else self._encode, add_special_tokens=False)
 
         def rendered(messages: Any) -> dict[str, Any]:

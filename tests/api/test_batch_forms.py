@@ -298,7 +298,14 @@ REFUSED = {  # in place of parts of a line, what the message says
     "moderations": ({"url": "/v1/moderations"}, "url: .* got '/v1/moderations' .*not built here"),
     "body": ({"body": [1]}, "body: expected an object, got list"),
     "model": ({"model": "gpt-4o"}, "model: expected '.*' or 'model', .* got 'gpt-4o'"),
-    "effort": ({"reasoning_effort": "low"}, "reasoning_effort: unknown, or not supported"),
+    "effort": (
+        {"reasoning_effort": "low"},
+        "reasoning_effort: expected what the chat template reads",
+    ),
+    "its place": (
+        {"url": COMPLETION, "prompt": "a", "reasoning_effort": "low"},
+        "reasoning_effort: unknown, or not supported",
+    ),
     "guided": ({"guided_json": {}}, "guided_json: unknown, .*nearest: structured_outputs"),
     "json": (
         {"response_format": {"type": "xml"}},

@@ -974,6 +974,13 @@ def test_vectors_take_places_until_they_are_made_or_their_client_goes(pooling):
             "chat_template_kwargs",
             "expected no chat_template",
         ),
+        (
+            "chat/completions",
+            {"reasoning_effort": "low"},
+            400,
+            "reasoning_effort",
+            "expected what the chat template reads",
+        ),
         ("chat/completions", {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
         ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice", "expected tools"),
         (

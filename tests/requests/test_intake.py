@@ -562,6 +562,45 @@ def test_what_a_template_never_reads_is_refused(intake):
     assert intake.render([[USER]], {}, tools=[], chat_template=plain)
 
 
+@pytest.mark.parametrize("name", ["reasoning_effort", "enable_thinking", "thinking"])
+def test_an_effort_reaches_the_variable_that_a_template_has_for_it(intake, name):
+    template = f"{{{{ {name} }}}}"
+    for effort, switch in (("none", False), ("low", True), ("max", True)):
+        rendered = intake.render([[USER]], effort=effort, chat_template=template)
+        said = {name: effort if name == "reasoning_effort" else switch}
+        assert rendered == intake.render([[USER]], said, chat_template=template)
+    if name != "reasoning_effort":  # what is said of the switch itself counts
+        both, own = f"{template}{{{{ reasoning_effort }}}}", {name: "mine"}
+        said = own | {"reasoning_effort": "low"}
+        rendered = intake.render([[USER]], own, effort="low", chat_template=both)
+        assert rendered == intake.render([[USER]], said, chat_template=both)
+
+
+@pytest.mark.parametrize(
+    ("template", "extra", "effort", "message"),
+    [
+        (
+            "{{ messages[0].thinking }}",
+            None,
+            "low",
+            "reasoning_effort: expected what the chat template reads, got 'reasoning_effort' or "
+            "'enable_thinking' or 'thinking', which it does not",
+        ),
+        ("{{ thinking }}", None, "much", "reasoning_effort: expected one of none, .*, got 'much'"),
+        ("{{ thinking }}", None, ["low"], r"reasoning_effort: expected one of .*, got \['low'\]"),
+        (
+            "{{ reasoning_effort }}",
+            {"reasoning_effort": "low"},
+            "high",
+            "chat_template_kwargs: expected no reasoning_effort",
+        ),
+    ],
+)
+def test_an_effort_that_nothing_reads_is_refused(intake, template, extra, effort, message):
+    with pytest.raises(ValueError, match=message):
+        intake.render([[USER]], extra, effort=effort, chat_template=template)
+
+
 def test_what_a_template_would_take_long_for_never_reaches_it(intake, monkeypatch):
     monkeypatch.setattr(reading, "MOST_VALUES", most := 4 * MAX_LEN)
     given = {"chat_template": "{{ tools }}{{ mark }}{{ messages[0].role }}"}
