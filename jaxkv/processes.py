@@ -73,6 +73,12 @@ def of_all(number: int) -> np.ndarray:
     return _of_all([number])[:, 0]
 
 
+def true_in_all(flags: Sequence[bool]) -> list[bool]:
+    """Returns of each flag whether it is true in every process."""
+    found = _of_all([int(flag) for flag in flags])
+    return [bool(said.all()) for said in found.T]
+
+
 def from_first(data: bytes, num_bytes: int) -> bytes:
     """Returns what the first process says, at most so many bytes."""
     padded = np.frombuffer(data.ljust(num_bytes, b"\0"), np.uint8)

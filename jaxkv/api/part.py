@@ -47,7 +47,7 @@ class Part:
             model=self.model.on(blueprint),
             blueprint=blueprint,
             budget=replace(self.budget, tried=None, compile_s=0.0),
-            files=_files(blueprint),
+            files=open_program_files(blueprint.placement.devices),
             adapters=blueprint.empty_adapters(),
         )
 
@@ -156,7 +156,7 @@ def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
         num_engines=options.data_parallel_size,
     )
     memory = memory.agreed() if is_shared else memory
-    files = _files(blueprint)
+    files = open_program_files(blueprint.placement.devices)
     budget = blueprint.budget(memory, all_weights(model, adapters), files)
     blueprint = blueprint.with_pages(budget.num_pages)
     return Part(model=model, blueprint=blueprint, budget=budget, files=files, adapters=adapters)
@@ -174,12 +174,6 @@ def _check_same(blueprint: Blueprint) -> None:
     for name in ("dtype", "quantization", "kv_cache_dtype", "backend"):
         parts[name] = getattr(blueprint, name)
     check_same(parts | asdict(blueprint.limits))
-
-
-def _files(blueprint: Blueprint) -> ProgramFiles | None:
-    """Returns where programs are kept; those of several processes are in JAX's own cache alone."""
-    devices = blueprint.placement.devices
-    return open_program_files(devices) if num_processes(devices) == 1 else None
 
 
 def _make_blueprint(

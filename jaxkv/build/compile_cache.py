@@ -6,6 +6,7 @@ JAX's persistent compilation cache.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
 import tempfile
@@ -56,7 +57,10 @@ def use_compile_cache(device: jax.Device) -> str:
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         return f"off: {error}"
     config.update("jax_compilation_cache_dir", str(folder))
-    config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
+    # Of several processes JAX would keep what the first one compiles, and that one alone would
+    # find it (`ProgramFiles.is_shared`).
+    least = MIN_COMPILE_S if jax.process_count() == 1 else math.inf
+    config.update("jax_persistent_cache_min_compile_time_secs", least)
     return str(folder)
 
 

@@ -5,7 +5,7 @@ surprise.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +22,7 @@ from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend
 from jaxkv.placement import Placement, bytes_per_device
+from jaxkv.processes import num_processes, true_in_all
 from jaxkv.programs.background import Background, Progress, likely_first
 from jaxkv.programs.buckets import (
     drawn_rows,
@@ -332,11 +333,29 @@ class Programs:
         progress = self._progress = Progress(self.num_compiled + len(missing))
         try:
             with ThreadPoolExecutor(self._num_at_once) as pool:
+                if self.placement is not None and num_processes(self.placement.devices) > 1:
+                    self._take_what_all_have(missing, list(pool.map(self._find, missing)))
                 list(pool.map(self._compile_once, missing))
         finally:
             progress.clear()
             self._progress = None
             self._count(time.perf_counter() - started)
+
+    def _take_what_all_have(
+        self, keys: Sequence[tuple[str, int]], found: Sequence[Compiled | None]
+    ) -> None:
+        """Takes from what was found in files what every process has found, be it nothing."""
+        in_all = true_in_all([program is not None for program in found])
+        for key, program, is_taken in zip(keys, found, in_all, strict=True):
+            if program is not None and is_taken:
+                self.executables[key] = program
+                self.num_loaded += 1
+
+    def _find(self, key: tuple[str, int]) -> Compiled | None:
+        if self._files is None:
+            return None
+        lowering = KINDS[key[0]].lower(self._lowerings, key[1])
+        return self._files.find(lowering.arguments, **self._parts(_name(*key)))
 
     def _compile_behind(self, key: tuple[str, int]) -> None:
         """Compiles one in the background."""
@@ -411,29 +430,33 @@ class Programs:
             raise CapacityError(f"{what}: {str(error).splitlines()[0]}") from error
 
     def _load_or_compile(self, name: str, lowering: Lowering) -> Compiled:
-        options = compiler_options(self._device, self._lowerings.weights)
-
         def compile_now() -> Compiled:
             if (progress := self._progress) is not None:
                 progress.show(self.num_compiled + 1)
-            return lowering.compile(options)
+            return lowering.compile(self._options)
 
         if self._files is None:
             return compile_now()
-        compiled, is_loaded = self._files.take(
-            compile_now,
-            lowering.arguments,
-            name=name,
-            options=options,
-            spec=self.spec,
-            config=replace(self.config, seed=0),  # which no program reads
-            backend=self.backend,
-            draft=self.draft,
-            placement=self.placement,
-        )
+        compiled, is_loaded = self._files.take(compile_now, lowering.arguments, **self._parts(name))
         with self._counting:
             self.num_loaded += is_loaded
         return compiled
+
+    @property
+    def _options(self) -> Mapping[str, str] | None:
+        return compiler_options(self._device, self._lowerings.weights)
+
+    def _parts(self, name: str) -> dict[str, Any]:
+        """Returns what a program depends on beside its arguments."""
+        return {
+            "name": name,
+            "options": self._options,
+            "spec": self.spec,
+            "config": replace(self.config, seed=0),  # which no program reads
+            "backend": self.backend,
+            "draft": self.draft,
+            "placement": self.placement,
+        }
 
     def _memory_of(self, kind: str, size: int) -> ProgramMemory:
         memory = self.executables[kind, size].memory_analysis()

@@ -35,6 +35,7 @@ from jax.tree_util import PyTreeDef, default_registry
 
 from jaxkv.files import write_whole
 from jaxkv.ops import native
+from jaxkv.processes import num_processes
 from jaxkv.version import digest_of_sources
 
 SUFFIX = ".program"
@@ -56,24 +57,36 @@ class ProgramFiles:
     folder: Path
     devices: tuple[jax.Device, ...]
 
+    @property
+    def is_shared(self) -> bool:
+        """Says whether the programs are for devices of several processes, which either all compile
+        one or all load it: compilers may share their work (autotuning on GPUs).
+        """
+        return num_processes(self.devices) > 1
+
     def take(
         self, compile: Callable[[], Compiled], arguments: Sequence[Any], **parts: object
     ) -> tuple[Compiled, bool]:
         """Returns the executable of a function with these abstract arguments, and whether it was
-        here; one that was not is compiled and kept.
+        here; one that was not is compiled and kept, as is any of several processes (`find`).
 
         parts: what the program depends on beside its arguments and our sources.
         """
         key = self.key(arguments, **parts)
         if key is None:
             return compile(), False
-        if (found := self.load(key, arguments)) is not None:
+        if not self.is_shared and (found := self.load(key, arguments)) is not None:
             return found, True
         # JAX's own cache need not have it too.
         with config.persistent_cache_min_compile_time_secs(math.inf):
             compiled = compile()
         self.save(key, compiled, arguments)
         return compiled, False
+
+    def find(self, arguments: Sequence[Any], **parts: object) -> Compiled | None:
+        """Returns the executable as `take` does, None if it is not here."""
+        key = self.key(arguments, **parts)
+        return None if key is None else self.load(key, arguments)
 
     def key(self, arguments: Sequence[Any], **parts: object) -> str | None:
         """Returns, as text, everything that an executable depends on: `parts` by their `repr`, the
@@ -183,6 +196,7 @@ def _around(devices: Sequence[jax.Device]) -> dict[str, Any]:
         "sources": digest_of_sources(),
         "platform": [client.platform, client.platform_version],
         "devices": [f"{device} {device.device_kind}" for device in devices],
+        "process": jax.process_index(),  # each has its own, maybe in one folder
         "flags": [os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS"), *flags],
         "matmul": native.described(),
         "kernel checks": os.environ.get("JAXKV_KERNEL_CHECKS"),

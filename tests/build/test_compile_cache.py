@@ -4,6 +4,7 @@ says the same tokens.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -179,3 +180,60 @@ def test_a_jax_that_nobody_has_tried_has_its_own_cache_only(configured, tmp_path
     assert open_program_files(jax.devices()) is not None
     monkeypatch.setattr(compile_cache, "UNKNOWN_JAX", jax.__version_info__)
     assert open_program_files(jax.devices()) is None
+
+
+SHARED = """
+import json, sys
+from jaxkv import LLM, SamplingParams
+from jaxkv.testing import engine_of
+limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 8, "max_model_len": 64, "dtype": "float32"}
+path, rank, port = sys.argv[1], *map(int, sys.argv[2:])
+where = {"nnodes": 2, "node_rank": rank, "master_addr": "localhost", "master_port": port}
+llm = LLM(path, skip_tokenizer_init=True, tensor_parallel_size=2, **limits, **where)
+every = engine_of(llm).programs
+if llm.is_follower:
+    llm.follow()
+else:
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, prompt_logprobs=1)
+    (output,) = llm.generate({"prompt_token_ids": [3, 1, 4]}, params, use_tqdm=False)
+    llm.shutdown()
+    print(">", output.outputs[0].token_ids)
+print(">", every.num_loaded, every.num_compiled)
+"""
+
+
+@pytest.mark.slow
+def test_of_two_processes_both_load_what_both_have(checkpoint, tmp_path):
+    """Each has a folder of its own, as on two hosts."""
+
+    def start() -> list[list[str]]:
+        with socket.create_server(("localhost", 0)) as free:
+            port = free.getsockname()[1]
+        env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_COMPILATION_CACHE"}
+        flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", SHARED, str(checkpoint), str(rank), str(port)],
+                env=env | {"XLA_FLAGS": flags, "XDG_CACHE_HOME": str(tmp_path / str(rank))},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            said = [one.communicate(timeout=200)[0].splitlines() for one in processes]
+        finally:
+            for one in processes:
+                one.kill()
+        assert [one.returncode for one in processes] == [0, 0]
+        return [[line[2:] for line in lines if line[:2] == "> "] for lines in said]
+
+    (tokens, counts), (others,) = start()
+    count = int(counts.split()[1])
+    assert counts == others == f"0 {count}"
+    kept = [set((tmp_path / str(rank)).rglob("*.program")) for rank in range(2)]
+    assert [len(one) for one in kept] == [count, count]
+    assert start() == [[tokens, f"{count} {count}"], [f"{count} {count}"]]
+    min(kept[1]).unlink()
+    few = f"{count - 1} {count}"
+    assert start() == [[tokens, few], [few]]

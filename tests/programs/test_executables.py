@@ -175,6 +175,20 @@ def test_whatever_it_depends_on_is_in_the_key(files, program, monkeypatch):
     assert files.key(program.arguments, name=object()) is None
 
 
+def test_of_several_processes_each_has_its_own_and_takes_it_when_all_have(
+    files, program, monkeypatch
+):
+    own = files.key(program.arguments, name="one")
+    monkeypatch.setattr(executables, "num_processes", lambda devices: 2)
+    assert [program.take(files)[1] for _ in range(2)] == [False, False]
+    assert files.find(program.arguments, name="other") is None
+    found = files.find(program.arguments, name="one")
+    assert as_lists(found(*inputs())) == as_lists(program.compile()(*inputs()))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert files.find(program.arguments, name="one") is None
+    assert files.key(program.arguments, name="one") != own
+
+
 def test_the_digest_follows_the_sources(tmp_path, monkeypatch):
     package = tmp_path / "jaxkv" / "programs"
     package.mkdir(parents=True)
