@@ -837,6 +837,15 @@ def test_a_bad_config_is_refused_by_name(case):
     assert missing == [], str(caught.value)
 
 
+def test_an_index_of_fewer_dimensions_than_are_rotated_is_refused_where_all_of_a_head_are():
+    for kind in ("default", "proportional"):
+        rope = {"rope_type": kind, "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+        config = families.text_config("minimax_m3_vl_text") | {"rope_parameters": rope}
+        with pytest.raises(CheckpointError, match="index_head_dim: expected at least the 8 that"):
+            read(config)
+        assert read(config | {"index_head_dim": 8})
+
+
 def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
     """Its config class has Gemma 2's key, and transformers' model caps nothing."""
     with pytest.raises(CheckpointError, match="attn_logit_softcapping: expected none"):

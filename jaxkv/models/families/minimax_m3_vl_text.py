@@ -90,13 +90,13 @@ def _read(
     spec = replace(spec, activation=CLAMPED)  # whatever hidden_act says
     if SPARSE not in kinds:
         return spec, layout
-    (group,) = spec.groups
+    (group,), rotated = spec.groups, spec.rope.dim or spec.head_dim
     if index.head_dim > group.head_dim:
         raise config.fail("index_head_dim", f"at most the {group.head_dim} of head_dim")
     if config.size("index_n_heads") != group.num_kv_heads:
         raise config.fail("index_n_heads", f"{group.num_kv_heads}, one for each KV head")
-    if index.head_dim < spec.rope.dim:
-        raise config.fail("index_head_dim", f"at least the {spec.rope.dim} that are rotated")
+    if index.head_dim < rotated:
+        raise config.fail("index_head_dim", f"at least the {rotated} that are rotated")
     own = _index_leaves(LAYER + prefix, group.num_kv_heads, index.head_dim, spec.hidden_size)
     sparse = [layer for layer, kind in enumerate(kinds) if kind == SPARSE]
     found = with_leaves((spec, layout), sparse, lambda leaves: {**leaves, **own})
