@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import Parameter, signature
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,7 +33,15 @@ from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.recurrent import StateArray
 from jaxkv.models.spec import IndexSpec, KVGroup, ModelSpec
 from jaxkv.weights.packing import FACTOR, TABLE, base_name, num_bytes
-from jaxkv.weights.tree import ADAPTER_DOWN, ADAPTER_UP, ADAPTERS, EXPERT, LAYERS, stack_name
+from jaxkv.weights.tree import (
+    ADAPTER_DOWN,
+    ADAPTER_UP,
+    ADAPTERS,
+    DRAFT,
+    EXPERT,
+    LAYERS,
+    stack_name,
+)
 
 TENSOR, COPIES = "tensor", "copies"
 """The mesh axis, and how the names begin of those along which devices have the same KV heads."""
@@ -122,6 +130,11 @@ class Placement:
             lambda path, leaf: self.weight(".".join(one.key for one in path), leaf.shape), tree
         )
 
+    def with_draft(self, draft: Placement) -> Placement:
+        """Returns the placement of these weights with those of a draft model on the same mesh."""
+        own = tuple((f"{DRAFT}.{path}", axes) for path, axes in draft.axes)
+        return replace(self, axes=self.axes + own)
+
     def copied(self, tree: Any) -> Any:
         """Copies arrays of as many other devices to these, divided as they are there."""
 
@@ -147,13 +160,17 @@ class Placement:
         """
         return math.gcd(self.context, self.size // num_parts)
 
-    def of_pages(self, num_parts: int) -> tuple[PartitionSpec, PartitionSpec]:
+    def of_pages(
+        self, num_parts: int, *, page_size: int | None = None
+    ) -> tuple[PartitionSpec, PartitionSpec]:
         """Returns how the pages and the extremes of a store are divided: by heads, into so many
         parts, in the order in which those are stored (a device has the keys of its KV heads, then
-        their values), and by tokens over the devices that share them, if at all.
+        their values), and by tokens over the devices that share them, if at all: not where a page
+        is of one.
         """
         heads = _first(self.mesh_shape, num_parts)
-        tokens = _last(self.mesh_shape, self.token_parts(num_parts))
+        num_tokens = 1 if page_size == 1 else self.token_parts(num_parts)
+        tokens = _last(self.mesh_shape, num_tokens)
         return _spec(None, heads, tokens), _spec(None, None, heads)
 
     def kv(self, kv: PagedKV) -> PagedKV:
@@ -161,7 +178,8 @@ class Placement:
         whole: Any = WHOLE
 
         def of(store: Store) -> Store:
-            parts: Any = self.of_pages(store.layout.num_devices(store.pages))
+            num_parts, size = store.layout.num_devices(store.pages), store.layout.page_size
+            parts: Any = self.of_pages(num_parts, page_size=size)
             pages, extremes = parts
             return replace(
                 store,
@@ -251,6 +269,16 @@ def on_every_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class OnMesh(NamedTuple):
+    """Names what a mesh divides: a model, and as in `place` over how many devices the tokens of its
+    pages.
+    """
+
+    spec: ModelSpec
+    layout: Layout
+    context: int
+
+
 def place(
     spec: ModelSpec,
     layout: Layout,
@@ -259,10 +287,12 @@ def place(
     *,
     context: Any = 1,
     by_expert: bool = False,
+    beside: OnMesh | None = None,
 ) -> Placement:
     """Takes the first `size` of the devices, each with its part of the model. context: how many of
     the devices that have the same KV heads divide the tokens of pages between them. by_expert: a
-    device has some routed experts and all of each, not a part of each.
+    device has some routed experts and all of each, not a part of each. beside: another model on the
+    same mesh, whose placement is made with this one beside it.
 
     Raises: ValueError if there are fewer, or the model's heads, feed-forward dimension or experts
     have no such parts, or there is nothing that is to be divided; NotImplementedError for entries
@@ -277,7 +307,8 @@ def place(
     routed = {path for path, leaf, _ in leaves if by_expert and _is_routed(path, leaf)}
     if by_expert and not routed:
         raise ValueError("enable_expert_parallel: expected False for a model without experts")
-    shape = _mesh_shape(spec, layout, size, context)
+    own = OnMesh(spec, layout, context)
+    shape = _mesh_shape([own] if beside is None else [own, beside], size)
     every = _first(shape, size)
     states = tuple(
         tuple(_state_parts(array, every) for array in state.arrays) for state in spec.states
@@ -339,7 +370,7 @@ def _check_parts(spec: ModelSpec, layout: Layout, size: int, routed: Collection[
             )
 
 
-def _mesh_shape(spec: ModelSpec, layout: Layout, size: int, context: int) -> tuple[int, ...]:
+def _mesh_shape(models: Sequence[OnMesh], size: int) -> tuple[int, ...]:
     """Returns the shape of the mesh: one axis, or more where devices share KV heads. So many parts
     as there are of something are those of its first axes, or of its last for tokens.
 
@@ -347,20 +378,23 @@ def _mesh_shape(spec: ModelSpec, layout: Layout, size: int, context: int) -> tup
     numbers of them that have no such axes.
     """
     numbers = {size}
-    for group in (group for group in spec.groups if group.layers):
+    every = [(group, one) for one in models for group in one.spec.groups if group.layers]
+    for group, model in every:
+        can_share = _can_share(group, model.layout)
         heads, is_latent = group.num_kv_heads, group.latent_dim is not None
-        is_shared = size % heads == 0 and _can_share(group, layout)
+        is_shared = size % heads == 0 and can_share
         if heads % size and not is_shared and not is_latent:
-            expected = "a divisor or a multiple" if _can_share(group, layout) else "a divisor"
+            expected = "a divisor or a multiple" if can_share else "a divisor"
             raise ValueError(
                 f"tensor_parallel_size: expected {expected} of the model's {heads} KV heads, got "
                 f"{size}"
             )
         num_parts = group.num_parts(size)
-        numbers |= {num_parts, size // math.gcd(context, size // num_parts)}
+        numbers |= {num_parts, size // math.gcd(model.context, size // num_parts)}
     parts = sorted(numbers - {1}) or [1]
     shape = [parts[0], *(b // a for a, b in pairwise(parts))]
     if any(b % a for a, b in pairwise(parts)):
+        context = models[0].context
         divided = "" if context == 1 else f" and decode_context_parallel_size {context}"
         raise NotImplementedError(
             f"tensor_parallel_size: expected numbers of KV heads that divide each other where "
@@ -392,13 +426,18 @@ def _is_routed(path: str, leaf: Leaf) -> bool:
     )
 
 
+def most_context(spec: ModelSpec, size: int) -> int:
+    """Returns how many of so many devices have the same KV heads, where most do."""
+    parts = [group.num_parts(size) for group in spec.groups if group.layers]
+    return max((size // count for count in parts), default=1)
+
+
 def _check_context(spec: ModelSpec, size: int, context: Any) -> None:
     """Raises: as `place`."""
-    groups = [group for group in spec.groups if group.layers]
-    most = max((size // group.num_parts(size) for group in groups), default=1)
+    most = most_context(spec, size)
     expected = f"decode_context_parallel_size: expected 1, got {context!r}"
     if not is_int(context) or context < 1 or most % context:
-        if not groups:
+        if not spec.kv_layers:
             raise ValueError(f"{expected}, for a model without attention")
         if size == 1:
             raise ValueError(

@@ -36,7 +36,7 @@ from jaxkv.models.families import Layout
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, Xla, choose_backend
-from jaxkv.placement import K_AFFINE, Placement, place
+from jaxkv.placement import K_AFFINE, OnMesh, Placement, most_context, place
 from jaxkv.programs.compiled import Programs
 from jaxkv.programs.draft import Draft
 from jaxkv.programs.filling import fill
@@ -158,8 +158,8 @@ class Blueprint:
 
     def on(self, devices: Sequence[jax.Device]) -> Blueprint:
         """Returns the same engine on other devices of the same platform."""
-        placement = _place(self.options, self.spec, self.layout, devices)
-        draft = None if self.draft is None else self.draft.on(devices)
+        options, spec, layout = self.options, self.spec, self.layout
+        placement, draft = _place(options, spec, layout, devices, self.draft)
         return replace(self, placement=placement, draft=draft)
 
     @property
@@ -492,10 +492,19 @@ def make_blueprint(
     Raises: ValueError for an option that this model or platform has no room for,
     NotImplementedError for a backend or policy that cannot do what was asked for.
     """
+    if keeps_all:  # a draft model may have other KV heads than its model
+        context = options.decode_context_parallel_size
+        context = math.gcd(context, most_context(spec, options.tensor_parallel_size))
+        options = replace(options, decode_context_parallel_size=context)
     skipped = options.kv_cache_dtype_skip_layers
     spec = spec.apart(exact_layers(spec, skipped))
     _check_quantization(options.quantization, layout)
-    placement = _place(options, spec, layout, devices)
+    try:
+        placement, draft = _place(options, spec, layout, devices, draft)
+    except ValueError as error:
+        if not keeps_all:
+            raise
+        raise ValueError(f"speculative_config: of the draft model, {error}") from error
     platform = placement.devices[0].platform
     dtype = options.dtype
     if dtype == "auto":
@@ -535,13 +544,31 @@ def make_blueprint(
 
 
 def _place(
-    options: EngineOptions, spec: ModelSpec, layout: Layout, devices: Sequence[jax.Device]
-) -> Placement:
-    return place(
+    options: EngineOptions,
+    spec: ModelSpec,
+    layout: Layout,
+    devices: Sequence[jax.Device],
+    draft: Blueprint | None,
+) -> tuple[Placement, Blueprint | None]:
+    """Returns where a model is, and its draft model on the same mesh."""
+
+    own = partial(
+        place,
         *(spec, layout, devices, options.tensor_parallel_size),
         context=options.decode_context_parallel_size,
         by_expert=options.enable_expert_parallel,
     )
+    if draft is None:
+        return own(), None
+    asked = draft.options
+    placement = place(
+        *(draft.spec, draft.layout, devices, asked.tensor_parallel_size),
+        context=asked.decode_context_parallel_size,
+        by_expert=asked.enable_expert_parallel,
+        beside=OnMesh(spec, layout, options.decode_context_parallel_size),
+    )
+    beside = OnMesh(draft.spec, draft.layout, asked.decode_context_parallel_size)
+    return own(beside=beside).with_draft(placement), replace(draft, placement=placement)
 
 
 def _check_parts(page_size: int, context: int, spec: ModelSpec) -> None:

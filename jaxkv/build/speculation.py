@@ -94,7 +94,8 @@ def draft_options(options: EngineOptions, spec: ModelSpec) -> EngineOptions | No
     if given is None or (method := _method(given)) == NGRAM:
         return None
     if method == MTP:
-        given = {name: getattr(options, name) for name in ("model", "revision", "quantization")}
+        names = ("model", "revision", "quantization", "enable_expert_parallel")
+        given = {name: getattr(options, name) for name in names}
     elif given.get("model") is None:
         raise ValueError(
             "speculative_config: expected model with method 'draft_model': a directory or a hub "
@@ -112,6 +113,7 @@ def draft_options(options: EngineOptions, spec: ModelSpec) -> EngineOptions | No
         model=given["model"],
         revision=given.get("revision"),
         quantization=given.get("quantization"),
+        enable_expert_parallel=given.get("enable_expert_parallel", False),
         skip_tokenizer_init=True,
         runner="generate",
         max_model_len=spec.max_len if options.max_model_len is None else options.max_model_len,
@@ -129,6 +131,7 @@ SHARED = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "tensor_parallel_size",
+    "decode_context_parallel_size",
     "backend",
     "deterministic",
     "seed",
@@ -191,9 +194,4 @@ def check_draft(
         raise NotImplementedError(
             f"{where} one whose rotary embeddings do not depend on how long a request may get, got "
             f"{draft.family}"
-        )
-    if drafting.tensor_parallel_size != 1:
-        raise NotImplementedError(
-            f"{where} None with tensor_parallel_size {drafting.tensor_parallel_size}: a draft "
-            f"model runs on one device only"
         )

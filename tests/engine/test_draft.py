@@ -186,4 +186,3 @@ def test_what_it_cannot_do_is_refused_by_name(model, tmp_path):
     refused(ValueError, "expected model with", **asked(model=None, method="draft_model"))
     refused(ValueError, "got 'prompt_lookup_max'", **asked(prompt_lookup_max=3))
     refused(ValueError, "draft_tensor_parallel_size 1", **asked(draft_tensor_parallel_size=2))
-    refused(NotImplementedError, "tensor_parallel_size 2", tensor_parallel_size=2)

@@ -241,7 +241,6 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path):
     missing = make_checkpoint(tmp_path / "missing", text_config("qwen3_next"))
     refused(CheckpointError, r"missing tensor mtp\.", missing)
     made = make_predicting(tmp_path / "made", "glm4_moe")
-    refused(NotImplementedError, "tensor_parallel_size 2", made, tensor_parallel_size=2)
     config = AHEAD["speculative_config"] | {"model": str(made)}
     refused(ValueError, "got 'model'", made, speculative_config=config)
     tensors = load_file(made / "model.safetensors")
