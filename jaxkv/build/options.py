@@ -398,7 +398,7 @@ class EngineOptions:
         '(docs/speculation.md): {"method": "ngram", "num_speculative_tokens": 4}, or with '
         '"method": "draft_model" the "model" that proposes them, or "method": "mtp"',
         check=IS_DICT,
-        commands=ENGINES,
+        commands=ENGINES + TARGETS,
         aliases=("-sc",),
     )
     prefix_cache_secret: bytes | None = option(
