@@ -80,7 +80,7 @@ Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""
 
 
-IDENTITY, UPDATE = "identity", "update"
+IDENTITY, UPDATE, COMPILE = "identity", "update", "compile"
 """What a leader has its followers do with it beside requests."""
 
 
@@ -368,8 +368,20 @@ class LLM(PoolingCalls):
         before, and what else compiling one has raised.
         """
         self._front.check_alive()
+        if isinstance(self._front, Leader):
+            self._front.everywhere(COMPILE, self._compiled_with_others)
+            return
+        self._check_first("wait_until_compiled")
+        self._compile_all()
+
+    def _compile_all(self) -> None:
         for part, engine in zip(self._parts, self._engines, strict=True):
             part.budget.compile_all(engine.programs)
+
+    def _compiled_with_others(self) -> None:
+        """Compiles all programs, and waits until every process has."""
+        self._compile_all()
+        of_all(True)
 
     def update_weights(self, weights: str | os.PathLike[str] | Mapping[str, Any]) -> None:
         """Computes with other weights of the same model from now on: all of them, or after an
@@ -449,6 +461,7 @@ class LLM(PoolingCalls):
         functions: dict[str, Callable[..., Any]] = {
             IDENTITY: self._own_origin,
             UPDATE: self._updated_with_others,
+            COMPILE: self._compiled_with_others,
         }
         self._front.follow(self._intake.again, functions)
 
@@ -591,8 +604,11 @@ class LLM(PoolingCalls):
         unlike engines are told apart. Cost: the device reads the weights, once.
         """
         if isinstance(self._front, Leader):
-            origin = self._front.everywhere(IDENTITY, self._own_origin)
+            with self._front.lock:
+                self._engine.check_awake()  # an error on the way would end the engine
+                origin = self._front.everywhere(IDENTITY, self._own_origin)
         else:
+            self._check_first("identity")
             origin = self._own_origin()
         template = getattr(self._model.tokenizer, "chat_template", None)
         limits, options = self._blueprint.limits, self._blueprint.options

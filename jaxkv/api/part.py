@@ -6,9 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from threading import RLock
+from typing import Any
 
 import jax
 
@@ -23,11 +26,19 @@ from jaxkv.config import is_int
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.host_moves import make_tiers
 from jaxkv.holding.directory import Directory
+from jaxkv.kv.saved import fingerprint
+from jaxkv.ops import native
 from jaxkv.placement import bytes_per_device, place
 from jaxkv.processes import check_same, num_processes, own_device
 from jaxkv.programs.executables import ProgramFiles
 from jaxkv.version import VERSION
 from jaxkv.weights.tree import Weights, with_adapters, with_draft
+
+DECIDING = ("enable_prefix_caching", "enable_expert_parallel", "max_lora_rank", "deterministic")
+"""Options that are in no other part of what several processes compare."""
+
+PACKAGES = ("transformers", "tokenizers", "llguidance")
+"""Stop strings and masks of grammars are as these make them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +157,7 @@ def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
     blueprint = _make_blueprint(options, model, devices)
     is_shared = num_processes(blueprint.placement.devices) > 1
     if is_shared:
-        _check_same(blueprint)
+        _check_same(blueprint, model)
     model = model.loaded(blueprint)
     adapters = blueprint.empty_adapters()
     memory = device_memory(
@@ -158,22 +169,46 @@ def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
     memory = memory.agreed() if is_shared else memory
     files = open_program_files(blueprint.placement.devices)
     budget = blueprint.budget(memory, all_weights(model, adapters), files)
+    if is_shared:
+        check_same({"kv_cache_memory_bytes, num_gpu_blocks_override": budget.num_pages})
     blueprint = blueprint.with_pages(budget.num_pages)
     return Part(model=model, blueprint=blueprint, budget=budget, files=files, adapters=adapters)
 
 
-def _check_same(blueprint: Blueprint) -> None:
-    """Raises: ValueError where another process would compute otherwise."""
-    parts = {
+def _check_same(blueprint: Blueprint, model: Model) -> None:
+    """Raises: ValueError where another process would compute or decide otherwise."""
+    parts: dict[str, Any] = {
         "jaxkv": VERSION,
         "jax": jax.__version__,
+        "device": own_device(blueprint.placement.devices).device_kind,
         "model": blueprint.spec,
         "files": blueprint.layout,
+        "draft model": None if blueprint.draft is None else blueprint.draft.spec,
+        "end tokens": (model.eos_id, sorted(model.eos_ids)),
+        "tokenizer": _name_of(model.tokenizer),
         "decode_context_parallel_size": blueprint.placement.context,
+        "machine code": (native.matmul_unused_because() is None, native.is_wide()),
     }
     for name in ("dtype", "quantization", "kv_cache_dtype", "backend"):
         parts[name] = getattr(blueprint, name)
+    for name in DECIDING:
+        parts[name] = getattr(blueprint.options, name)
+    for name in PACKAGES:
+        parts[name] = None
+        with suppress(PackageNotFoundError):
+            parts[name] = version(name)
     check_same(parts | asdict(blueprint.limits))
+
+
+def _name_of(tokenizer: Any) -> str:
+    """Returns a fingerprint of what a tokenizer makes texts by, "" of none."""
+    if tokenizer is None:
+        return ""
+    is_fast = tokenizer.is_fast
+    words = (
+        tokenizer.backend_tokenizer.to_str() if is_fast else sorted(tokenizer.get_vocab().items())
+    )
+    return fingerprint([repr(words).encode()])
 
 
 def _make_blueprint(

@@ -6,8 +6,10 @@ import hmac
 import json
 import secrets
 import socket
+import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
 import jax
@@ -18,8 +20,10 @@ from jaxkv.processes import from_first, num_processes
 LIMIT_S = 60.0
 """The others connect within it: all have come as far when the first one says where it listens."""
 
-KEY_LIMIT_S = 5.0
-"""Whoever connects sends the key within it."""
+MAX_STRANGERS = 64
+"""So many may be connected who have not sent the key yet: for one more the first of them goes."""
+
+KEEP_ALIVE_S = 60
 
 HOST_BYTES, PORT_BYTES, KEY_BYTES, SIZE_BYTES = 256, 4, 32, 8
 
@@ -35,37 +39,41 @@ class Sender:
     def __init__(self, host: str, num_others: int) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
         self._num_others = num_others
-        self._listening = socket.create_server((host, 0))
+        # At every address: that by which others reach this host may be none of its own, or stand
+        # for another one here, as the host's own name often does.
+        self._listening = (
+            socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+            if socket.has_dualstack_ipv6()
+            else socket.create_server(("", 0))
+        )
         self.where = (host, self._listening.getsockname()[1])
         self._others: list[socket.socket] = []
 
     def accept(self) -> None:
-        """Waits for the others. Raises: TimeoutError."""
-        self._listening.settimeout(LIMIT_S)
-        with self._listening:
-            while len(self._others) < self._num_others:
-                one, _ = self._listening.accept()
-                if self._knows_key(one):
+        """Waits for the others, whoever else connects. Raises: TimeoutError."""
+        until = time.monotonic() + LIMIT_S
+        with self._listening, closing(_Strangers(self._listening, self.key)) as strangers:
+            while num_missing := self._num_others - len(self._others):
+                if (left_s := until - time.monotonic()) < 0:
+                    raise TimeoutError(
+                        f"expected {self._num_others} other processes of this engine to connect "
+                        f"within {LIMIT_S:.0f} s, {num_missing} of them did not"
+                    )
+                for one in strangers.known(left_s):
+                    one.setblocking(True)
                     # Each message is small, and waited for.
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    one.settimeout(None)
+                    # Some networks forget connections on which nothing comes for 10 minutes.
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    if hasattr(socket, "TCP_KEEPIDLE"):
+                        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_ALIVE_S)
                     self._others.append(one)
-                else:
-                    one.close()
 
-    def _knows_key(self, other: socket.socket) -> bool:
-        other.settimeout(KEY_LIMIT_S)
-        with suppress(EngineDeadError):
-            return hmac.compare_digest(_received(other, KEY_BYTES), self.key)
-        return False
-
-    def send(self, message: Sequence[Any]) -> None:
-        """Sends a message, of what JSON has. Raises: EngineDeadError where another has gone."""
-        data = json.dumps(message, separators=(",", ":")).encode()
-        frame = len(data).to_bytes(SIZE_BYTES, "little") + data
+    def send(self, message: bytes) -> None:
+        """Sends what `written` makes. Raises: EngineDeadError where another process has gone."""
         try:
             for one in self._others:
-                one.sendall(frame)
+                one.sendall(message)
         except OSError as error:
             raise EngineDeadError(
                 "another process of this engine has ended, or cannot be reached any more"
@@ -75,6 +83,62 @@ class Sender:
         self._listening.close()
         for one in self._others:
             one.close()
+
+
+class _Strangers:
+    """Has those who connect and have not sent the key yet. Waits for none of them: one that is
+    silent holds up nobody.
+    """
+
+    def __init__(self, listening: socket.socket, key: bytes) -> None:
+        self._listening, self._key = listening, key
+        self._said: dict[socket.socket, bytes] = {}
+        self._events = DefaultSelector()
+        listening.setblocking(False)
+        self._events.register(listening, EVENT_READ, listening)
+
+    def known(self, within_s: float) -> list[socket.socket]:
+        """Waits for something to come, and returns those who have sent the key with it."""
+        found = []
+        for one in [event.data for event, _ in self._events.select(within_s)]:
+            if one is self._listening:
+                self._meet()
+            elif one in self._said and self._knows_key(one):
+                found.append(one)
+        return found
+
+    def _meet(self) -> None:
+        with suppress(OSError):  # it has gone again
+            one, _ = self._listening.accept()
+            one.setblocking(False)
+            self._events.register(one, EVENT_READ, one)
+            self._said[one] = b""
+            if len(self._said) > MAX_STRANGERS:
+                self._forget(next(iter(self._said))).close()
+
+    def _knows_key(self, one: socket.socket) -> bool:
+        """Reads on; sends it away if it has said something else."""
+        piece = b""
+        with suppress(OSError):
+            piece = one.recv(KEY_BYTES - len(self._said[one]))
+        self._said[one] += piece
+        if piece and len(self._said[one]) < KEY_BYTES:
+            return False
+        is_known = hmac.compare_digest(self._said[one], self._key)
+        self._forget(one)
+        if not is_known:
+            one.close()
+        return is_known
+
+    def _forget(self, one: socket.socket) -> socket.socket:
+        self._events.unregister(one)
+        del self._said[one]
+        return one
+
+    def close(self) -> None:
+        for one in list(self._said):
+            self._forget(one).close()
+        self._events.close()
 
 
 class Receiver:
@@ -98,6 +162,12 @@ class Receiver:
 
     def close(self) -> None:
         self._first.close()
+
+
+def written(message: Sequence[Any]) -> bytes:
+    """Returns a message, of what JSON has, as it is sent."""
+    data = json.dumps(message, separators=(",", ":")).encode()
+    return len(data).to_bytes(SIZE_BYTES, "little") + data
 
 
 def _received(other: socket.socket, num_bytes: int) -> bytes:

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 from weakref import finalize
 
-from jaxkv.engine.channel import Receiver, Sender
+from jaxkv.engine.channel import Receiver, Sender, written
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.metrics import Metric
 from jaxkv.errors import EngineDeadError
@@ -36,11 +36,19 @@ SLEEP, WAKE = "sleep", "wake"
 """What the first process tells the others, each with what else there is to say."""
 
 
+class _NoPins(Pins):
+    """Keeps nothing longer for those who have it: other processes do not know of them."""
+
+    def add(self, owner: object, keys: Sequence[bytes]) -> None:
+        """Does nothing."""
+
+
 class _Together:
     """Does what both ends have in common, in one process of several."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        engine.pins = _NoPins()
         self._is_ended = False
 
     @property
@@ -76,13 +84,6 @@ class _Together:
         self._engine.check()
 
 
-class _NoPins(Pins):
-    """Keeps nothing longer for those who have it: the others do not know of them."""
-
-    def add(self, owner: object, keys: Sequence[bytes]) -> None:
-        """Does nothing."""
-
-
 class Leader(_Together):
     """Stands in front of the first process's engine: what runs requests talks to it as to an
     `Engine`.
@@ -93,7 +94,6 @@ class Leader(_Together):
 
     def __init__(self, engine: Engine, others: Sender) -> None:
         super().__init__(engine)
-        engine.pins = _NoPins()
         self._others = others
         self._known: dict[Request, Submission] = {}
         """What the others know and has not finished, by its first sample: callers give it other
@@ -178,10 +178,11 @@ class Leader(_Together):
 
     def _both(self, message: Sequence[Any], change: Callable[[], T]) -> T:
         """Has the others do what `change` does here."""
+        sent = written(message)  # what cannot be said ends nothing
         with _interrupts_behind():
             is_done, self._is_under_way = False, True
             try:
-                self._others.send(message)
+                self._others.send(sent)
                 result = change()
                 is_done = True
             finally:
@@ -294,13 +295,13 @@ def _interrupts_behind() -> Iterator[None]:
     finally:
         for number, handler in own.items():
             signal(number, handler)
-    for which, frame in came[:1]:
-        own[Signals(which)](which, frame)
+        for which, frame in came[:1]:
+            own[Signals(which)](which, frame)
 
 
 def _end(others: Sender) -> None:
     """Tells the others that there is no more to do; in a fork they are not its own."""
     if not is_forked():
         with suppress(EngineDeadError):
-            others.send([END])
+            others.send(written([END]))
         others.close()

@@ -17,8 +17,8 @@ KINDS: dict[str, type] = {
     kind.__name__: kind for kind in (SamplingParams, BeamSearchParams, PoolingParams)
 }
 
-UNSENT = {"output_kind"}
-"""Is for who reads the output."""
+UNSENT = {"output_kind", "skip_clone"}
+"""One is for who reads the output, the other may be anything and changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)

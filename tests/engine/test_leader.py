@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -11,21 +12,26 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxkv import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from jaxkv.api.engine_thread import EngineThread, Stream
 from jaxkv.build.model import DEMO
 from jaxkv.build.options import EngineOptions
-from jaxkv.engine.channel import Receiver, Sender
+from jaxkv.engine import channel
+from jaxkv.engine.channel import MAX_STRANGERS, Receiver, Sender, written
 from jaxkv.engine.leader import Follower, Leader
 from jaxkv.engine.streams import complete
 from jaxkv.errors import EngineDeadError
@@ -70,15 +76,16 @@ class Pair:
         self.engines = [engine_of(llm) for llm in llms]
         for engine in self.engines:
             engine.programs.executables = engine_of(compiled).programs.executables
-        self.intake = intake_of(llms[0])
+        self.llm, self.intake = llms[0], intake_of(llms[0])
         sender = Sender("localhost", 1)
         self.threads = ThreadPoolExecutor(2)
         accepted = self.threads.submit(sender.accept)
         receiver = Receiver(sender.where, sender.key)
         accepted.result()
-        self.leader = Leader(self.engines[0], sender)
+        self.leader = self.llm._front = Leader(self.engines[0], sender)
         self.called: list[str] = []
-        functions = {"name": lambda: self.called.append("follower")}
+        called = lambda *_: self.called.append("follower")  # noqa: E731
+        functions = {"name": called, "compile": called}
         self.followed = self.threads.submit(
             Follower(self.engines[1], receiver).follow, intake_of(llms[1]).again, functions
         )
@@ -235,8 +242,92 @@ def test_an_interrupt_comes_behind_a_step(pair, monkeypatch):
     assert pair.seen[0] == pair.seen[1]
 
 
+def test_an_interrupt_comes_behind_an_error_too(pair, monkeypatch):
+    pair.leader.add(pair.accept(GREEDY))
+
+    def failing() -> list:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise ValueError
+
+    monkeypatch.setattr(pair.engines[0], "step", failing)
+    with pytest.raises(KeyboardInterrupt):
+        pair.leader.step()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def interrupted() -> None:
     raise KeyboardInterrupt
+
+
+def test_what_cannot_be_told_ends_nothing(pair):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        pair.leader.everywhere("name", lambda: None, object())
+    pair.leader.add(pair.accept(replace(GREEDY, skip_clone=object())))  # nobody reads that
+    while pair.leader.has_work:
+        pair.leader.step()
+    pair.leader.end()
+    assert pair.followed.result(60) is None
+    assert pair.seen[0] == pair.seen[1]
+    assert pair.called == []
+
+
+def test_all_processes_compile(pair, monkeypatch):
+    monkeypatch.setattr(pair.llm, "_compile_all", lambda: pair.called.append("leader"))
+    pair.llm.wait_until_compiled()
+    pair.leader.end()
+    pair.followed.result(60)
+    assert sorted(pair.called) == ["follower", "leader"]
+
+
+def test_the_fingerprints_of_an_engine_that_sleeps_are_refused_and_it_goes_on(pair):
+    pair.llm.sleep()
+    with pytest.raises(ValueError, match="expected an engine that is awake"):
+        pair.llm.identity()
+    pair.llm.wake_up()
+    pair.llm.generate(TEXTS[0], GREEDY, use_tqdm=False)
+
+
+def test_a_follower_keeps_no_pages_for_anybody(pair):
+    pair.engines[1].pins.add(pair, [b"key"])
+    pair.llm.generate(TEXTS[0], GREEDY, use_tqdm=False)
+    pair.leader.end()
+    pair.followed.result(60)
+    assert not pair.engines[1].scheduler.allocator.pins
+
+
+def test_an_end_that_no_step_has_met_reaches_every_stream(pair, monkeypatch):
+    thread = EngineThread(pair.llm)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+
+    def refuse(message: bytes) -> None:
+        raise EngineDeadError("gone")
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        streams = [Stream("a"), Stream("b")]
+        adds = [partial(thread.add, one, loop, TEXTS[0], long, 0, None) for one in streams]
+        await thread.ask(adds[0])
+        await streams[0].get()
+
+        def fail() -> None:
+            monkeypatch.setattr(pair.leader._others, "send", refuse)
+            adds[1]()
+
+        with pytest.raises(EngineDeadError, match="gone"):
+            await thread.ask(fail)
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(drained(streams[0]), 20)
+        with pytest.raises(EngineDeadError):
+            await thread.ask(lambda: None)
+
+    thread.start()
+    asyncio.run(run())
+
+
+async def drained(stream: Stream) -> None:
+    while not (await stream.get()).finished:
+        pass
 
 
 def test_a_leader_that_nobody_has_any_more_has_ended(pair):
@@ -278,9 +369,48 @@ def test_a_stranger_is_sent_away():
         assert stranger.recv(1) == b""
         receiver = Receiver(sender.where, sender.key)
         accepted.result()
-        sender.send(["step"])
+        sender.send(written(["step"]))
         assert receiver.receive() == ["step"]
         stranger.close(), receiver.close(), sender.close()
+
+
+def test_strangers_hold_up_nobody():
+    sender = Sender("localhost", 2)
+    with ThreadPoolExecutor(1) as threads:
+        accepted = threads.submit(sender.accept)
+        strangers = [socket.create_connection(sender.where) for _ in range(MAX_STRANGERS + 9)]
+        strangers[-1].sendall(sender.key[:-1])
+        with suppress(OSError):  # it is cut off
+            strangers[-2].sendall(b"x" * 2**22)
+        receivers = [Receiver(sender.where, sender.key) for _ in range(2)]
+        accepted.result(3)
+        assert strangers[0].recv(1) == b""
+        sender.send(written([1]))
+        assert [one.receive() for one in receivers] == [[1], [1]]
+        for one in (*strangers, *receivers, sender):
+            one.close()
+
+
+def test_who_does_not_come_is_counted(monkeypatch):
+    monkeypatch.setattr(channel, "LIMIT_S", 0.2)
+    sender = Sender("localhost", 2)
+    receiver = Receiver(sender.where, sender.key)
+    with pytest.raises(TimeoutError, match="expected 2 other processes of this engine"):
+        sender.accept()
+    receiver.close(), sender.close()
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "::1", None])
+def test_the_others_reach_the_first_process_by_any_of_its_addresses(name):
+    if name == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this system has no IPv6")
+    sender = Sender("localhost", 1)
+    host = channel._own_address() if name is None else name
+    receiver = Receiver((host, sender.where[1]), sender.key)
+    sender.accept()
+    sender.send(written([1]))
+    assert receiver.receive() == [1]
+    receiver.close(), sender.close()
 
 
 SAID = {
@@ -309,7 +439,6 @@ SAID = {
     "kv_budget": 64,
     "kv_protect": [(0, 3)],
     "spaces_between_special_tokens": False,
-    "skip_clone": True,
     "best_of": 2,
 }
 """A value for each parameter that may have another one than its default, but for those below."""
@@ -410,11 +539,19 @@ def generated():
         for one in llm.generate(texts, params, use_tqdm=False)
     ]
 
-refused(lambda: LLM(**shared | {"max_num_seqs": 2 + rank}))
+for unlike in (
+    {"max_num_seqs": 2 + rank},
+    {"enable_prefix_caching": bool(rank)},
+    {"skip_tokenizer_init": bool(rank)},
+    {"num_gpu_blocks_override": 16 + rank},
+):
+    refused(lambda: LLM(**shared | unlike))
 llm = LLM(**shared)
 if llm.is_follower:
     refused(lambda: llm.generate("import", use_tqdm=False))
     refused(lambda: llm.update_weights(other))
+    refused(llm.identity)
+    refused(llm.wait_until_compiled)
     llm.follow()
 else:
     session = llm.session("def add(a, b):\\n    return")
@@ -473,6 +610,11 @@ def test_two_processes_give_what_one_gives(compiled, tmp_path):
     first, second = run_both(str(other))
     assert first[0].endswith("unlike others: max_num_seqs 2")
     assert second[0].endswith("unlike others: max_num_seqs 3")
+    assert first[1].endswith("unlike others: enable_prefix_caching False")
+    assert "unlike others: tokenizer '" in first[2]
+    assert first[3].endswith("unlike others: kv_cache_memory_bytes, num_gpu_blocks_override 16")
+    first, second = first[3:], second[3:]
+    assert len(second) == 5
     for said in second[1:]:
         assert "expected the first process (jax.process_index() 0) to ask" in said
     assert first[1].startswith("save, restore: expected an engine of one process")
