@@ -49,7 +49,6 @@ class _Together:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         engine.pins = _NoPins()
-        self._is_ended = False
 
     @property
     def lock(self) -> RLock:
@@ -125,7 +124,7 @@ class Leader(_Together):
         with self.lock:
             if self._is_under_way:
                 self._aborted.append(submission)
-            elif not self._is_ended and (known := self._known.get(submission.samples[0])):
+            elif self._tell_end.alive and (known := self._known.get(submission.samples[0])):
                 self._both([ABORT, known.number], partial(self._abort, known))
 
     def _abort(self, known: Submission) -> None:
@@ -172,7 +171,6 @@ class Leader(_Together):
     def end(self) -> None:
         """Ends every request, and takes no more; `Follower.follow` returns."""
         with self.lock:
-            self._is_ended = True
             self._tell_end()
             self._engine.end()
 
@@ -188,7 +186,7 @@ class Leader(_Together):
             finally:
                 self._is_under_way = False
                 if not is_done:
-                    self._is_ended = True
+                    self._tell_end.detach()
                     self._others.close()  # without a word
                     self._engine.end()
         while self._aborted:

@@ -331,7 +331,10 @@ async def drained(stream: Stream) -> None:
 
 
 def test_a_leader_that_nobody_has_any_more_has_ended(pair):
+    submission = pair.accept(GREEDY)
+    pair.leader.add(submission)
     pair.leader._tell_end()
+    pair.leader.abort(submission)  # as a stream does that is left open at the exit
     assert pair.followed.result(60) is None
 
 
