@@ -190,7 +190,10 @@ class AsyncLLM(AsyncPoolingCalls):
         """Reads an adapter into host memory ahead of the requests that name it, and returns True.
         Nothing needs this; who does it hears at once of files that are broken. Raises: ValueError.
         """
-        return bool(await self._read_adapters(lora_request))
+        held = await self._read_adapters(lora_request)
+        if self._llm.is_led:
+            await self._engine.ask(partial(self._llm._intake.agreed_adapter_of, lora_request))
+        return bool(held)
 
     async def render(self, prompt: Prompt | Conversation) -> dict[str, Any]:
         """Returns {"prompt": its text or None, "prompt_token_ids": [...], "cache_salt": ...} of a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
@@ -52,7 +53,7 @@ from jaxkv.config import PREFILL, BeamSearchParams, SamplingParams
 from jaxkv.engine.beams import beam_output
 from jaxkv.engine.channel import Sender, connect
 from jaxkv.engine.handover import Handover
-from jaxkv.engine.leader import ONLY_FIRST, Follower, Leader
+from jaxkv.engine.leader import ADAPTER, ONLY_FIRST, Follower, Leader
 from jaxkv.engine.metrics import Metric, Metrics
 from jaxkv.engine.replicas import Replicas
 from jaxkv.engine.saving import page_form
@@ -79,6 +80,8 @@ if TYPE_CHECKING:
 Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""
 
+
+LOG = logging.getLogger("jaxkv")
 
 IDENTITY, UPDATE, COMPILE = "identity", "update", "compile"
 """What a leader has its followers do with it beside requests."""
@@ -462,8 +465,17 @@ class LLM(PoolingCalls):
             IDENTITY: self._own_origin,
             UPDATE: self._updated_with_others,
             COMPILE: self._compiled_with_others,
+            ADAPTER: self._read_with_others,
         }
         self._front.follow(self._intake.again, functions)
+
+    def _read_with_others(self, lora: Sequence[Any], digest: str) -> None:
+        """Reads an adapter, and says whether it is that of the first process."""
+        with Catch() as caught:
+            self._intake.same_adapter(lora, digest)
+        if caught.error is not None:
+            LOG.warning("%s", caught.error)
+        of_all(caught.error is not None)
 
     def _loaded_from(
         self, weights: Any, when_read: Callable[[], None] = lambda: None
@@ -737,6 +749,7 @@ class LLM(PoolingCalls):
             share_prefixes=blueprint.options.enable_prefix_caching,
             lock=engine.lock,
             adapters=AdapterFiles(blueprint),
+            **({"agree": front.agree_on} if isinstance(front := self._front, Leader) else {}),
         )
 
     def _accept_or_refuse(self, asked: Any, priority: int = 0) -> Submission | ValueError:

@@ -23,16 +23,20 @@ from weakref import finalize
 from jaxkv.engine.channel import Receiver, Sender, written
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.metrics import Metric
-from jaxkv.errors import EngineDeadError
+from jaxkv.errors import CheckpointError, EngineDeadError
 from jaxkv.holding.pins import Pins
+from jaxkv.lora.request import LoRARequest
+from jaxkv.processes import of_all
 from jaxkv.programs.process import is_forked
+from jaxkv.requests.asked import adapter_to_json
 from jaxkv.requests.request import Request, Submission
+from jaxkv.weights.adapters import Adapter
 from jaxkv.weights.tree import Weights
 
 T = TypeVar("T")
 
 ADD, ABORT, STEP, FORGET, END = "add", "abort", "step", "forget", "end"
-SLEEP, WAKE = "sleep", "wake"
+SLEEP, WAKE, ADAPTER = "sleep", "wake", "adapter"
 """What the first process tells the others, each with what else there is to say."""
 
 
@@ -98,6 +102,8 @@ class Leader(_Together):
         """What the others know and has not finished, by its first sample: callers give it other
         ids.
         """
+        self._shared: set[tuple[str, bytes]] = set()
+        """Path and digest of the adapters that all have read."""
         self._is_under_way = False
         self._aborted: list[Submission] = []
         """To be ended behind what is under way."""
@@ -144,6 +150,22 @@ class Leader(_Together):
                 one: known for one, known in self._known.items() if not known.is_finished
             }
         return got
+
+    def agree_on(self, lora: LoRARequest, adapter: Adapter) -> None:
+        """Has the others read an adapter. Raises: CheckpointError where one of them cannot, or
+        reads another one.
+        """
+        key = lora.path, adapter.digest
+        with self.lock:
+            if key in self._shared:
+                return
+            read = adapter_to_json(lora, adapter)
+            if self.everywhere(ADAPTER, partial(of_all, False), *read).any():
+                raise CheckpointError(
+                    f"{lora.path}: expected an adapter that all processes of this engine read "
+                    f"alike, got an error in another one, which says more"
+                )
+            self._shared.add(key)
 
     def forget(self) -> None:
         """Makes nothing that is computed so far be found again in the prefix cache."""

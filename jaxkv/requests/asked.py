@@ -10,6 +10,7 @@ from jaxkv.config import BeamSearchParams, SamplingParams
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.pooling import PoolingParams
 from jaxkv.structured import StructuredOutputsParams
+from jaxkv.weights.adapters import Adapter
 
 Params = SamplingParams | BeamSearchParams | PoolingParams
 
@@ -33,9 +34,13 @@ class Asked:
     salt: str = ""
 
     def to_json(
-        self, text: str | None, tokens: Sequence[int], lora: LoRARequest | None
+        self,
+        text: str | None,
+        tokens: Sequence[int],
+        lora: LoRARequest | None = None,
+        adapter: Adapter | None = None,
     ) -> dict[str, Any]:
-        """Returns it with the prompt's text and tokens, and the adapter's name, number and path."""
+        """Returns it with the prompt's text and tokens, and what names its adapter."""
         return {
             "number": self.number,
             "prompt": {
@@ -46,8 +51,13 @@ class Asked:
             "kind": type(self.params).__name__,
             "params": _changed(self.params),
             "priority": self.priority,
-            "lora": None if lora is None else [lora.name, lora.adapter_id, lora.path],
+            "lora": None if lora is None or adapter is None else adapter_to_json(lora, adapter),
         }
+
+
+def adapter_to_json(lora: LoRARequest, adapter: Adapter) -> tuple[list[Any], str]:
+    """Returns the name, number and path of an adapter, and what was read there."""
+    return [lora.name, lora.adapter_id, lora.path], adapter.digest.hex()
 
 
 def params_of(message: Mapping[str, Any]) -> Params:

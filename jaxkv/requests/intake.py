@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxkv.build.model import Model
 from jaxkv.config import PREFILL, BeamSearchParams, EngineConfig, SamplingParams, is_int
+from jaxkv.errors import CheckpointError
 from jaxkv.holding.hold import Hold
 from jaxkv.holding.prefix import PageChain, root_key
 from jaxkv.lora.request import LoRARequest
@@ -44,7 +45,8 @@ class Intake(PromptReader):
     pass.
 
     `cache_root` returns what stands now for all of the engine that a cached page depends on, and
-    does not change under the lock. Without `share_prefixes` only the samples of one prompt share
+    does not change under the lock. `agree` raises ValueError for an adapter that not all processes
+    have. Without `share_prefixes` only the samples of one prompt share
     pages.
     """
 
@@ -57,9 +59,10 @@ class Intake(PromptReader):
         share_prefixes: bool,
         lock: RLock | None = None,
         adapters: AdapterFiles | None = None,
+        agree: Callable[[LoRARequest, Adapter], None] = lambda *_: None,
     ) -> None:
         super().__init__(model, config, lock=lock)
-        self._adapters = adapters
+        self._adapters, self._agree = adapters, agree
         self._cache_root = cache_root
         self.shares_prefixes = share_prefixes
         """Whether pages are found again by what they hold."""
@@ -96,11 +99,32 @@ class Intake(PromptReader):
             raise ValueError("lora_request: expected None of an engine without adapters")
         return self._adapters.get(request)
 
+    def agreed_adapter_of(self, request: LoRARequest | None) -> Adapter | None:
+        """Does what `adapter_of` does, and has all processes of the engine read it. Where requests
+        are made only. Raises: ValueError, also where another one reads none or another one.
+        """
+        adapter = self.adapter_of(request)
+        if request is not None and adapter is not None:
+            self._agree(request, adapter)
+        return adapter
+
+    def same_adapter(self, lora: Sequence[Any], digest: str) -> Adapter | None:
+        """Reads the adapter that another process has read, as `asked.adapter_to_json` names it.
+        Raises: ValueError for another one.
+        """
+        adapter = self.adapter_of(LoRARequest(*lora))
+        if adapter is not None and adapter.digest.hex() != digest:
+            raise CheckpointError(
+                f"{lora[-1]}: expected the adapter that the first process has read (SHA-256 "
+                f"{digest}), got {adapter.digest.hex()}"
+            )
+        return adapter
+
     def _read(self, requests: Sequence[LoRARequest | None]) -> list[Adapter | None]:
         """Reads the adapters of prompts before anybody's turn is taken for them. Raises: ValueError
         naming every bad index.
         """
-        return of_each("prompt", [partial(self.adapter_of, request) for request in requests])
+        return of_each("prompt", [partial(self.agreed_adapter_of, one) for one in requests])
 
     def accept_searches(
         self,
@@ -169,8 +193,9 @@ class Intake(PromptReader):
         with the same number, and so the same seeds. Raises: as `accept`.
         """
         prompt, params, priority = message["prompt"], params_of(message), message["priority"]
-        lora = None if message["lora"] is None else LoRARequest(*message["lora"])
-        number, adapter = message["number"], self.adapter_of(lora)
+        lora, adapter, number = None, None, message["number"]
+        if message["lora"] is not None:
+            lora, adapter = LoRARequest(*message["lora"][0]), self.same_adapter(*message["lora"])
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             # All processes go on with it, however long it takes in one of them.
             self.grammars().compile(params.structured_outputs, is_tried=True)

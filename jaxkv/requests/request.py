@@ -322,7 +322,8 @@ class Submission:
 
     def to_json(self) -> dict[str, Any]:
         """Returns what `Intake.again` makes the same submission of in another process."""
-        return self._asked.to_json(self.prompt, self.prompt_token_ids, self.lora_request)
+        adapter = self.samples[0].draw.adapter
+        return self._asked.to_json(self.prompt, self.prompt_token_ids, self.lora_request, adapter)
 
     @property
     def is_finished(self) -> bool:

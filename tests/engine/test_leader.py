@@ -21,20 +21,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxkv import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from jaxkv.api import llm
 from jaxkv.api.engine_thread import EngineThread, Stream
 from jaxkv.build.model import DEMO
 from jaxkv.build.options import EngineOptions
-from jaxkv.engine import channel
+from jaxkv.engine import channel, leader
 from jaxkv.engine.channel import MAX_STRANGERS, Receiver, Sender, written
 from jaxkv.engine.leader import Follower, Leader
 from jaxkv.engine.streams import complete
-from jaxkv.errors import EngineDeadError
+from jaxkv.errors import CheckpointError, EngineDeadError
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.asked import UNSENT, Asked, params_of
 from jaxkv.requests.pooling import PoolingParams
@@ -77,6 +79,7 @@ class Pair:
         for engine in self.engines:
             engine.programs.executables = engine_of(compiled).programs.executables
         self.llm, self.intake = llms[0], intake_of(llms[0])
+        self.other = llms[1]
         sender = Sender("localhost", 1)
         self.threads = ThreadPoolExecutor(2)
         accepted = self.threads.submit(sender.accept)
@@ -85,7 +88,7 @@ class Pair:
         self.leader = self.llm._front = Leader(self.engines[0], sender)
         self.called: list[str] = []
         called = lambda *_: self.called.append("follower")  # noqa: E731
-        functions = {"name": called, "compile": called}
+        functions = {"name": called, "compile": called, "adapter": llms[1]._read_with_others}
         self.followed = self.threads.submit(
             Follower(self.engines[1], receiver).follow, intake_of(llms[1]).again, functions
         )
@@ -287,6 +290,33 @@ def test_the_fingerprints_of_an_engine_that_sleeps_are_refused_and_it_goes_on(pa
     pair.llm.generate(TEXTS[0], GREEDY, use_tqdm=False)
 
 
+def test_all_processes_have_the_same_adapter_or_none(pair, monkeypatch):
+    said, both = [], threading.Barrier(2)
+
+    def of_all(number: int) -> np.ndarray:
+        """As between two processes."""
+        said.append(number)
+        both.wait(60)
+        return np.array(said[-2:])
+
+    for module in (leader, llm):
+        monkeypatch.setattr(module, "of_all", of_all)
+    own, lora = SimpleNamespace(digest=b"own"), LoRARequest("a", 1, "/adapters/a")
+    found = iter([None, SimpleNamespace(digest=b"another"), own])
+    monkeypatch.setattr(
+        pair.other._intake, "adapter_of", lambda lora: next(found) or pair.intake.adapter_of(lora)
+    )
+    for _ in range(2):  # it has none, then another one
+        with pytest.raises(CheckpointError, match="/adapters/a: expected an adapter that all"):
+            pair.leader.agree_on(lora, own)
+    for _ in range(2):
+        pair.leader.agree_on(lora, own)
+    assert len(said) == 6
+    pair.llm.generate(TEXTS[0], GREEDY, use_tqdm=False)
+    pair.leader.end()
+    assert pair.followed.result(60) is None
+
+
 def test_a_follower_keeps_no_pages_for_anybody(pair):
     pair.engines[1].pins.add(pair, [b"key"])
     pair.llm.generate(TEXTS[0], GREEDY, use_tqdm=False)
@@ -468,12 +498,14 @@ APART = {
 def test_all_that_was_asked_for_is_told(params):
     asked = Asked(5, params, 2, "salt")
     lora = LoRARequest("a", 1, "/adapters/a")
-    message = json.loads(json.dumps(asked.to_json("text", [1, 2], lora)))
+    adapter = SimpleNamespace(digest=b"own")
+    message = json.loads(json.dumps(asked.to_json("text", [1, 2], lora, adapter)))
     # A tuple comes as a list.
     assert json.dumps(vars_of(params_of(message))) == json.dumps(vars_of(params))
     assert message["prompt"] == {"prompt": "text", "prompt_token_ids": [1, 2], "cache_salt": "salt"}
     assert (message["number"], message["priority"]) == (5, 2)
-    assert LoRARequest(*message["lora"]) == lora
+    assert LoRARequest(*message["lora"][0]) == lora
+    assert message["lora"][1] == b"own".hex()
 
 
 def vars_of(params: object) -> dict:
