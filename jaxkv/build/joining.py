@@ -25,8 +25,9 @@ def join(options: EngineOptions) -> None:
             if address is None:  # JAX asks the TPU, or what has started the job
                 jax.distributed.initialize()
             else:
+                host = f"[{address}]" if ":" in address else address
                 jax.distributed.initialize(
-                    f"{address}:{options.master_port}", options.nnodes, options.node_rank or 0
+                    f"{host}:{options.master_port}", options.nnodes, options.node_rank
                 )
         except (RuntimeError, ValueError) as error:
             raise ValueError(

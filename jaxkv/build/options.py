@@ -273,8 +273,7 @@ class EngineOptions:
     )
     node_rank: int | None = option(
         None,
-        "which of nnodes this one is (default: what JAX finds out on a TPU or in a cluster's job, "
-        "else 0)",
+        "which of nnodes this one is (default: what JAX finds out on a TPU or in a cluster's job)",
         check=IS_COUNT_OR_NONE,
         commands=ENGINES,
         aliases=("-r",),
@@ -470,6 +469,12 @@ class EngineOptions:
             )
         if self.node_rank is not None and self.nnodes > 1 and self.master_addr is None:
             raise ValueError("master_addr: expected an address with node_rank, got None")
+        port = DEFAULTS["master_port"]
+        if self.nnodes > 1 and self.master_addr is None and self.master_port != port:
+            raise ValueError(
+                f"master_port: expected {port} without master_addr, since JAX chooses then, got "
+                f"{self.master_port}"
+            )
         if (self.kv_disk is None) != (self.kv_disk_bytes == 0):
             raise ValueError(
                 f"kv_disk_bytes: expected a number > 0 with kv_disk, and 0 without, got "

@@ -23,6 +23,7 @@ from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -30,6 +31,7 @@ from safetensors.numpy import load_file, save_file
 from jaxkv import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from jaxkv.api import llm
 from jaxkv.api.engine_thread import EngineThread, Stream
+from jaxkv.build.joining import join
 from jaxkv.build.model import DEMO
 from jaxkv.build.options import EngineOptions
 from jaxkv.engine import channel, leader
@@ -537,12 +539,37 @@ def test_no_parameter_is_forgotten():
             "master_addr: expected an address with node_rank, got None",
         ),
         ({"nnodes": 0}, "nnodes: expected a number >= 1, got 0"),
+        ({"nnodes": 2, "master_port": 5}, "master_port: expected 29501 without master_addr"),
     ],
 )
 def test_processes_that_cannot_find_each_other_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         EngineOptions(**given)
     EngineOptions(nnodes=1, node_rank=0, master_addr="127.0.0.1", master_port=29501)  # vLLM's
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ({}, ()),
+        ({"master_addr": "fd00::1", "node_rank": 1}, ("[fd00::1]:29501", 3, 1)),
+        # JAX asks what has started the job which process this is.
+        ({"master_addr": "host", "master_port": 5}, ("host:5", 3, None)),
+    ],
+)
+def test_what_jax_is_asked_to_join_by(monkeypatch, given, asked):
+    said, before = [], signal.getsignal(signal.SIGTERM)
+
+    def initialize(*args: object) -> None:
+        said.append(args)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # as JAX does
+
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    join(EngineOptions(nnodes=3, **given))
+    assert said == [asked]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_one_process_has_nobody_to_follow(compiled):

@@ -174,6 +174,20 @@ def test_pages_of_requests_whose_last_tokens_are_coming_go_to_those_who_need_the
     one.check()
 
 
+def test_what_starts_over_gives_the_same_pages_back_first_in_every_process():
+    pages = []
+    for _ in range(2):  # the order of a set of requests follows from where they lie in memory
+        one = scheduler(max_num_seqs=16, num_pages=64)
+        held = [request(1, 1) for _ in range(len(pages) * 7 + 1)]
+        leaving(one, *[(1, 5)] * 16)
+        one.plan()
+        assert len(one.leaving) == 16
+        one.start_over()
+        pages.append(one.allocator.take(64))
+        del held
+    assert pages[0] == pages[1]
+
+
 # --- what a step computes
 # ---------------------------------------------------------------------------------------------
 
