@@ -499,25 +499,30 @@ class LLM(PoolingCalls):
 
     def _updated_with_others(self, where: str | None) -> Exception | None:
         """Takes the weights if all processes can read them; returns why else not."""
-        has_agreed = False
+        has_said, have_read = False, False
+        elsewhere = CheckpointError(
+            f"{where}: expected weights that all processes can read, got an error in another one"
+        )
 
         def agree() -> None:
-            nonlocal has_agreed
-            has_agreed = True
+            nonlocal has_said, have_read
+            has_said = True
             if of_all(False).any():
-                raise CheckpointError(
-                    f"{where}: expected weights that all processes can read, got an error in "
-                    f"another one"
-                )
+                raise elsewhere
+            have_read = True
 
         models: list[Model] = []
         with Catch() as caught:
             models = self._loaded_from(where, when_read=agree)
-        if caught.error is None:
+        error = caught.error
+        # What comes behind the reading may fail in one of them too.
+        if (have_read or not has_said) and of_all(error is not None).any():
+            error = error or elsewhere
+        if error is None:
             self._take(models)
-        elif not has_agreed:
-            of_all(True)
-        return caught.error
+        for array in jax.tree.leaves([one.weights for one in models]) if error else ():
+            array.delete()
+        return error
 
     def _take(self, models: Sequence[Model]) -> None:
         """Has the engines compute with the weights of these models."""

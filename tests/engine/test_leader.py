@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -91,6 +91,7 @@ class Pair:
         self.called: list[str] = []
         called = lambda *_: self.called.append("follower")  # noqa: E731
         functions = {"name": called, "compile": called, "adapter": llms[1]._read_with_others}
+        functions["update"] = llms[1]._updated_with_others
         self.followed = self.threads.submit(
             Follower(self.engines[1], receiver).follow, intake_of(llms[1]).again, functions
         )
@@ -292,17 +293,40 @@ def test_the_fingerprints_of_an_engine_that_sleeps_are_refused_and_it_goes_on(pa
     pair.llm.generate(TEXTS[0], GREEDY, use_tqdm=False)
 
 
-def test_all_processes_have_the_same_adapter_or_none(pair, monkeypatch):
+@pytest.fixture
+def said(monkeypatch) -> list[int]:
+    """Has what both say to each other, as two processes do by `of_all`."""
     said, both = [], threading.Barrier(2)
 
     def of_all(number: int) -> np.ndarray:
-        """As between two processes."""
         said.append(number)
         both.wait(60)
-        return np.array(said[-2:])
+        found = np.array(said[-2:])
+        both.wait(60)
+        return found
 
     for module in (leader, llm):
         monkeypatch.setattr(module, "of_all", of_all)
+    return said
+
+
+@pytest.mark.parametrize("have_read", [False, True])
+def test_weights_that_one_process_cannot_take_none_takes(pair, said, monkeypatch, have_read):
+    def failing(where: str, when_read: Callable[[], None]) -> None:
+        if have_read:
+            when_read()
+        raise ValueError("broken here")
+
+    monkeypatch.setattr(pair.other, "_loaded_from", failing)
+    weights = pair.engines[0].weights
+    with pytest.raises(CheckpointError, match="expected weights that all processes can read"):
+        pair.llm.update_weights(str(DEMO))
+    assert sorted(said) == [False] * (3 if have_read else 1) + [True]
+    assert pair.engines[0].weights is weights
+    pair.llm.generate(TEXTS[0], GREEDY, use_tqdm=False)
+
+
+def test_all_processes_have_the_same_adapter_or_none(pair, said, monkeypatch):
     own, lora = SimpleNamespace(digest=b"own"), LoRARequest("a", 1, "/adapters/a")
     found = iter([None, SimpleNamespace(digest=b"another"), own])
     monkeypatch.setattr(
