@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import RLock, current_thread
 from typing import TypeVar
 
@@ -20,7 +20,6 @@ from jaxkv.engine.saving import extract, form_of, insert, page_form
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.errors import CapacityError, Catch, EngineDeadError
 from jaxkv.holding.hold import Hold
-from jaxkv.holding.prefix import PageChain
 from jaxkv.kv.saved import Origin, SavedPages
 from jaxkv.programs.process import check_process, is_forked
 from jaxkv.requests.request import Request, Submission
@@ -454,7 +453,7 @@ def _twin(request: Request) -> Request:
 
 def _hold(request: Request) -> Hold:
     chain = request.hold.chain
-    return Hold(PageChain(chain.root, secret=chain.secret), request.prompt_len)
+    return Hold(replace(chain, keys=[], packed=[]), request.prompt_len)
 
 
 def _submission(twin: Request) -> Submission:

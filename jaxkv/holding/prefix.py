@@ -7,7 +7,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 from jaxkv.holding.snapshots import Snapshots
@@ -21,24 +21,30 @@ class PageChain:
     """Makes the keys of a growing sequence's full pages: each is SHA-256 over the key before it and
     the page's tokens.
 
-    `root` stands for all else that the content depends on (`root_key`), made with `secret` if that
-    may change. Cost: one hash per page, made once.
+    `root` stands for all else that the content depends on (`root_key`), made of `parts` with
+    `secret` if that may change. Cost: one hash per page, made once.
     """
 
     root: bytes
     keys: list[bytes] = field(default_factory=list)
     packed: list[bytes] = field(default_factory=list)
     secret: bytes = b""
+    parts: tuple[str, ...] = ()
+
+    @classmethod
+    def begun(cls, secret: bytes, *parts: str) -> PageChain:
+        """Makes an empty chain of which all else has this root."""
+        return cls(root_key(secret, *parts), secret=secret, parts=parts)
 
     def copy(self) -> PageChain:
         """Copies the chain for a sequence that may go on otherwise."""
-        return PageChain(self.root, list(self.keys), list(self.packed), self.secret)
+        return replace(self, keys=list(self.keys), packed=list(self.packed))
 
     def renewed(self, secret: bytes) -> PageChain:
-        """Returns an empty chain of the same with another secret: what is listed under this one's
-        keys is not found by it.
+        """Returns the empty chain that is begun with another secret: what is listed under this
+        one's keys is not found by it.
         """
-        return PageChain(root_key(secret, self.root.hex()), secret=secret)
+        return PageChain.begun(secret, *self.parts)
 
     def page(self, index: int, tokens: array[int], page_size: int) -> PageKey:
         """Returns the key of page `index`, which the first (index + 1) * page_size of `tokens`

@@ -233,7 +233,7 @@ class Intake(PromptReader):
 
     def page_root(self, salt: str, adapter: Adapter | None, context: int) -> bytes:
         """Returns what keys of pages begin with, which may depend on the context (`context_of`)."""
-        return self._root(0, salt, context, adapter)
+        return root_key(self._cache_root(), *self._parts(0, salt, context, adapter))
 
     def context_of(self, max_len: int) -> int:
         """Returns what pages depend on of how long their request may get."""
@@ -244,11 +244,13 @@ class Intake(PromptReader):
         """Tells whether pages depend on how long their request may get."""
         return self._model.spec.depends_on_context
 
-    def _root(self, number: int, salt: str, context: int, adapter: Adapter | None) -> bytes:
-        """Returns what the page keys of a submission begin with."""
+    def _parts(
+        self, number: int, salt: str, context: int, adapter: Adapter | None
+    ) -> tuple[str, ...]:
+        """Returns what the page keys of a submission begin with, beside the secret."""
         shared = "shared" if self.shares_prefixes else str(number)
         own = () if adapter is None else (adapter.digest.hex(),)
-        return root_key(self._cache_root(), shared, salt, str(context), *own)
+        return (shared, salt, str(context), *own)
 
     def _search(
         self, prompt: Prompt, params: BeamSearchParams, number: int, adapter: Adapter | None
@@ -329,7 +331,8 @@ class Intake(PromptReader):
         bad_words = checks.processing(params, model, stop_ids | {model.eos_id})
         retention = checks.retention_of(params, config, size)
         max_len, at_max_len = checks.limit(params, config, size, retention)
-        root = self._root(number, salt, self._model.spec.context_of(max_len), adapter)
+        context = self._model.spec.context_of(max_len)
+        chain = PageChain.begun(self._cache_root(), *self._parts(number, salt, context, adapter))
         num_samples = params.n if num_samples is None else num_samples
         seed = self._seed(params, number)
         ends = Ends(
@@ -358,7 +361,7 @@ class Intake(PromptReader):
                     logprobs=None if params.logprobs is None else [],
                     prompt_logprobs=_unscored(params) if not sample else None,
                 ),
-                hold=Hold(PageChain(root, secret=self._cache_root()), len(tokens), retention),
+                hold=Hold(chain.copy(), len(tokens), retention),
                 priority=priority,
             )
             for sample in range(num_samples)

@@ -203,11 +203,14 @@ def test_what_a_request_lists_later_is_not_found_by_keys_that_were_made_before(l
     next(stream)
     session = llm.session(PROMPTS[2])
     assert len(session.pages) == 8
+    keys = session._claim.keys
     llm.update_weights(new)
+    assert session.pages == ()
     for _ in range(3):  # until its prompt is computed anew and listed
         next(stream)
-    assert session.pages == ()
-    assert len(llm.session(PROMPTS[2]).pages) == 8
+    assert not engine_of(llm).scheduler.allocator.listed(keys)
+    assert len(session.pages) == 8
+    assert llm.session(PROMPTS[2]).pages == session.pages
     stream.close()
     llm.update_weights(old)
 

@@ -326,6 +326,20 @@ def test_weights_that_one_process_cannot_take_none_takes(pair, said, monkeypatch
     pair.llm.generate(TEXTS[0], GREEDY, use_tqdm=False)
 
 
+def test_who_was_accepted_before_new_weights_has_the_same_pages(pair, said):
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    before = pair.accept(params, TEXTS[2])
+    pair.llm.update_weights(str(DEMO))
+    pair.leader.add(before)
+    while pair.leader.has_work:
+        pair.leader.step()
+    pair.llm.generate(TEXTS[2], params, use_tqdm=False)
+    pair.leader.end()
+    assert pair.followed.result(60) is None
+    assert pair.engines[0].scheduler.num_found > 0
+    assert pair.seen[0] == pair.seen[1]
+
+
 def test_all_processes_have_the_same_adapter_or_none(pair, said, monkeypatch):
     own, lora = SimpleNamespace(digest=b"own"), LoRARequest("a", 1, "/adapters/a")
     found = iter([None, SimpleNamespace(digest=b"another"), own])
