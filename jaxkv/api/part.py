@@ -154,10 +154,11 @@ def _make_replicas(
 
 
 def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Device]) -> Part:
-    blueprint = _make_blueprint(options, model, devices)
+    blueprint = _make_blueprint(options, model, devices, lambda make, options: make(options))
     is_shared = num_processes(blueprint.placement.devices) > 1
-    if is_shared:
+    if is_shared:  # before kernels are tried, which processes say to each other, and maybe not all
         _check_same(blueprint, model)
+    blueprint = _make_blueprint(options, model, devices, make_tested)
     model = model.loaded(blueprint)
     adapters = blueprint.empty_adapters()
     memory = device_memory(
@@ -212,13 +213,16 @@ def _name_of(tokenizer: Any) -> str:
 
 
 def _make_blueprint(
-    options: EngineOptions, model: Model, devices: Sequence[jax.Device]
+    options: EngineOptions,
+    model: Model,
+    devices: Sequence[jax.Device],
+    tested: Callable[[Callable[[EngineOptions], Blueprint], EngineOptions], Blueprint],
 ) -> Blueprint:
     drafting, draft = draft_options(options, model.spec), None
     if drafting is not None and model.draft is not None:
         # Beside a model whose rows keep all, its own do.
-        draft = make_tested(partial(_blueprint_of(model.draft, devices), keeps_all=True), drafting)
-    return make_tested(partial(_blueprint_of(model, devices), draft=draft), options)
+        draft = tested(partial(_blueprint_of(model.draft, devices), keeps_all=True), drafting)
+    return tested(partial(_blueprint_of(model, devices), draft=draft), options)
 
 
 def _blueprint_of(model: Model, devices: Sequence[jax.Device]) -> Callable[..., Blueprint]:

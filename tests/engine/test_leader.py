@@ -29,7 +29,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxkv import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
-from jaxkv.api import llm
+from jaxkv.api import llm, part
 from jaxkv.api.engine_thread import EngineThread, Stream
 from jaxkv.build.joining import join
 from jaxkv.build.model import DEMO
@@ -608,6 +608,17 @@ def test_what_jax_is_asked_to_join_by(monkeypatch, given, asked):
     join(EngineOptions(nnodes=3, **given))
     assert said == [asked]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_processes_compare_what_they_are_before_they_try_kernels(monkeypatch):
+    def differ(parts: dict) -> None:
+        raise ValueError("unlike others")
+
+    monkeypatch.setattr(part, "num_processes", lambda devices: 2)
+    monkeypatch.setattr(part, "check_same", differ)
+    monkeypatch.setattr(part, "make_tested", lambda make, options: pytest.fail("tried"))
+    with pytest.raises(ValueError, match="unlike others"):
+        LLM(**FEW)
 
 
 def test_one_process_has_nobody_to_follow(compiled):
