@@ -288,7 +288,9 @@ class AsyncLLM(AsyncPoolingCalls):
         return self._llm.get_metrics(prefix)
 
     async def wait_until_compiled(self) -> None:
-        """Waits as `LLM.wait_until_compiled` does; requests run meanwhile."""
+        """Waits as `LLM.wait_until_compiled` does; requests run meanwhile, but with an engine of
+        several processes.
+        """
         await asyncio.to_thread(self._llm.wait_until_compiled)
 
     async def describe(self) -> str:

@@ -355,7 +355,8 @@ class EngineThread:
     def _serve(self) -> None:
         while self._engine.has_work or not self._is_stopping:
             self._obey()
-            self._engine.check_alive()  # a command may have ended one of several processes
+            if not self._is_stopping:
+                self._engine.check_alive()  # a command may have ended one of several processes
             if self._engine.has_work:
                 self._step()
             self._send()

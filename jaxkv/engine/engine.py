@@ -154,6 +154,11 @@ class Engine:
         """
         return self._flight is None or self._flight.is_done
 
+    def wait(self) -> None:
+        """Waits for what is launched, if anything is."""
+        if self._flight is not None:
+            jax.block_until_ready((self.kv, self._newest_R, self._flight.results))
+
     @property
     def num_owed(self) -> int:
         """Counts the tokens that its requests have still to compute before their next ones, and

@@ -18,7 +18,7 @@ from signal import SIGINT, SIGTERM, Signals, getsignal, signal
 from threading import RLock, current_thread, main_thread
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
-from weakref import finalize
+from weakref import finalize, ref
 
 from jaxkv.engine.channel import Receiver, Sender, written
 from jaxkv.engine.engine import Engine
@@ -110,7 +110,7 @@ class Leader(_Together):
         self._tell_end = finalize(self, _end, others)
         # At its exit JAX waits for the others, and they for the end: what is registered last is
         # called first.
-        atexit.register(self._tell_end)
+        atexit.register(_end_at_exit, ref(self))
 
     def add(self, submission: Submission) -> None:
         """Queues what `Intake` made, in all processes. Raises: as `Engine.add`."""
@@ -188,6 +188,8 @@ class Leader(_Together):
         """Calls a function, and in the others what they have for this name with what is given."""
         with self.lock:
             self._engine.check_alive()
+            # Programs of several threads XLA runs in any order on a CPU, and this may be another.
+            self._engine.wait()
             return self._both([name, *what], function)
 
     def end(self) -> None:
@@ -317,6 +319,13 @@ def _interrupts_behind() -> Iterator[None]:
             signal(number, handler)
         for which, frame in came[:1]:
             own[Signals(which)](which, frame)
+
+
+def _end_at_exit(leader: ref[Leader]) -> None:
+    """Ends it behind the step that another thread takes."""
+    one = leader()
+    if one is not None and not is_forked():
+        one.end()
 
 
 def _end(others: Sender) -> None:

@@ -71,6 +71,11 @@ class Flight:
         return [request for request, _ in self.rows]
 
     @property
+    def results(self) -> Any:
+        """Returns what the device computes, as arrays."""
+        return self.sampled, self.scores, self.pooled_BD
+
+    @property
     def is_done(self) -> bool:
         """Tells whether the device has computed it. Devices work in order, so its last result
         tells.

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
+from weakref import ref
 
 import jax
 import numpy as np
@@ -36,7 +37,7 @@ from jaxkv.build.model import DEMO
 from jaxkv.build.options import EngineOptions
 from jaxkv.engine import channel, leader
 from jaxkv.engine.channel import MAX_STRANGERS, Receiver, Sender, written
-from jaxkv.engine.leader import Follower, Leader
+from jaxkv.engine.leader import Follower, Leader, _end_at_exit
 from jaxkv.engine.streams import complete
 from jaxkv.errors import CheckpointError, EngineDeadError
 from jaxkv.lora.request import LoRARequest
@@ -275,6 +276,24 @@ def test_what_cannot_be_told_ends_nothing(pair):
     assert pair.followed.result(60) is None
     assert pair.seen[0] == pair.seen[1]
     assert pair.called == []
+
+
+def test_what_all_are_called_for_waits_for_what_is_launched(pair, monkeypatch):
+    """On a CPU XLA runs programs of two threads in any order, and other processes in theirs."""
+    order, wait = [], pair.engines[0].wait
+    monkeypatch.setattr(pair.engines[0], "wait", lambda: order.append("wait") or wait())
+    pair.leader.add(pair.accept(GREEDY))
+    pair.leader.step()
+    pair.leader.everywhere("name", lambda: order.append(pair.engines[0].is_ready))
+    assert order == ["wait", True]
+
+
+def test_an_exit_ends_it(pair):
+    submission = pair.accept(GREEDY)
+    pair.leader.add(submission)
+    _end_at_exit(ref(pair.leader))
+    assert submission.samples[0].finish_reason == "abort"
+    assert pair.followed.result(60) is None
 
 
 def test_all_processes_compile(pair, monkeypatch):
