@@ -161,6 +161,9 @@ class Receiver:
         return json.loads(_received(self._first, size))
 
     def close(self) -> None:
+        """Ends it, for a thread too that waits for a message."""
+        with suppress(OSError):
+            self._first.shutdown(socket.SHUT_RDWR)
         self._first.close()
 
 

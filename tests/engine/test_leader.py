@@ -483,6 +483,21 @@ def test_strangers_hold_up_nobody():
             one.close()
 
 
+def test_who_waits_for_a_message_hears_of_the_end_that_another_thread_makes():
+    sender = Sender("localhost", 1)
+    receiver = Receiver(sender.where, sender.key)
+    sender.accept()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(receiver.receive)
+        time.sleep(0.1)
+        receiver.close(), receiver.close()
+        try:
+            with pytest.raises(EngineDeadError):
+                waiting.result(5)
+        finally:
+            sender.close()
+
+
 def test_who_does_not_come_is_counted(monkeypatch):
     monkeypatch.setattr(channel, "LIMIT_S", 0.2)
     sender = Sender("localhost", 2)
