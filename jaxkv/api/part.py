@@ -154,10 +154,13 @@ def _make_replicas(
 
 
 def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Device]) -> Part:
-    blueprint = _make_blueprint(options, model, devices, lambda make, options: make(options))
-    is_shared = num_processes(blueprint.placement.devices) > 1
-    if is_shared:  # before kernels are tried, which processes say to each other, and maybe not all
-        _check_same(blueprint, model)
+    is_shared = num_processes(devices) > 1
+    if is_shared:
+        # Before kernels are tried, which processes say to each other, and maybe not all.
+        blueprint = _make_blueprint(options, model, devices, lambda make, options: make(options))
+        is_shared = num_processes(blueprint.placement.devices) > 1
+        if is_shared:
+            _check_same(blueprint, model)
     blueprint = _make_blueprint(options, model, devices, make_tested)
     model = model.loaded(blueprint)
     adapters = blueprint.empty_adapters()

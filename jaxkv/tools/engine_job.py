@@ -26,6 +26,9 @@ class EngineJob:
     options: tuple[tuple[str, Any], ...]
     every: bool = False
 
+    def __hash__(self) -> int:
+        return hash((self.model, self.target, repr(self.options), self.every))
+
     def __str__(self) -> str:
         return f"{self.model} on {self.target}"
 

@@ -54,7 +54,7 @@ def run(size, **asked):
         "counted": counted(llm),
         "found": engine.scheduler.num_found,
         "bytes": [sum(one.data.nbytes for one in shards if one.device.id == i) for i in range(size)],
-        "planned": blueprint_of(llm).page_nbytes * 60,
+        "planned": blueprint_of(llm).page_nbytes * 60 + blueprint_of(llm).state_nbytes,
         "sizes": model_of(llm).weight_bytes - blueprint_of(llm).weight_bytes,
         "own head": max([0, *(one.data.nbytes for one in engine.draft["own_head"].addressable_shards)])
                     if "own_head" in engine.draft else 0,
