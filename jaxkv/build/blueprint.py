@@ -29,7 +29,7 @@ from jaxkv.build.pool import plan_pool
 from jaxkv.config import EngineConfig, bfloat16_as_bits
 from jaxkv.holding.retention import full_pages
 from jaxkv.kv.codecs import Codec, PlainCodec, RotatingCodec, get_codec
-from jaxkv.kv.layout import HeadMajorLayout, PageLayout
+from jaxkv.kv.layout import HeadMajorLayout, LaneRowsLayout, PageLayout
 from jaxkv.kv.policies import SparseAttention, get_policy, resolve
 from jaxkv.kv.state import PagedKV, Store, choosing, empty_store
 from jaxkv.models.families import Layout
@@ -232,15 +232,15 @@ class Blueprint:
     @property
     def _hidden(self) -> PageLayout | None:
         """Says how a page has the hidden state of its last token (`programs.draft`): as the row of
-        a page of one token; None where nothing reads it.
+        a page of one token, on a TPU in rows of 128 lanes, as XLA would copy the store wherever it
+        writes else; None where nothing reads it.
         """
         speculation, size = self.limits.speculation, self.spec.hidden_size
         if speculation is None or not speculation.reads_hidden:
             return None
+        kind = LaneRowsLayout if self.platform == "tpu" else HeadMajorLayout
         codec = PlainCodec(dtype="float32")
-        return HeadMajorLayout(
-            num_kv_heads=1, head_dim=size, page_size=1, codec=codec, latent_dim=size
-        )
+        return kind(num_kv_heads=1, head_dim=size, page_size=1, codec=codec, latent_dim=size)
 
     @cached_property
     def slot_nbytes(self) -> int:

@@ -13,6 +13,7 @@ more store behind the layer's own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -265,10 +266,10 @@ def last_hidden(kv: PagedKV) -> jax.Array:
     """Returns the hidden state of the last token of each row, [B, D] float32, as its page has it;
     zeros for rows without tokens.
     """
-    rows, size = kv.rows[0], kv.stores[0].page_size
+    rows, size, store = kv.rows[0], kv.stores[0].page_size, kv.stores[-1]
     column_B1 = jnp.maximum(rows.len_B - 1, 0)[:, None] // size
     page_B = jnp.take_along_axis(jnp.asarray(rows.table_BW), column_B1, axis=1)[:, 0]
-    hidden_BD = kv.stores[-1].pages[page_B].reshape(page_B.shape[0], -1)
+    hidden_BD = store.pages[page_B].reshape(page_B.shape[0], -1)[:, : store.layout.head_dim]
     return jnp.where(jnp.asarray(rows.len_B)[:, None] > 0, hidden_BD, 0)
 
 
@@ -284,7 +285,9 @@ def with_hidden(kv: PagedKV, batch: Batch, hidden_TD: jax.Array, count_B: jax.Ar
     is_last_T &= (jnp.asarray(batch.row_T) < num_rows) & (position_T < end_T)
     page_T = jnp.asarray(rows.table_BW)[row_T, jnp.minimum(position_T // size, width - 1)]
     page_T = jnp.where(is_last_T, page_T, store.num_pages)
-    new = hidden_TD.reshape(-1, *store.pages.shape[1:])
+    width = math.prod(store.pages.shape[1:])  # more than the state where that is no whole rows
+    new = jnp.pad(hidden_TD, ((0, 0), (0, width - hidden_TD.shape[1])))
+    new = new.reshape(-1, *store.pages.shape[1:])
     store = replace(store, pages=store.pages.at[page_T].set(new, mode="drop"))
     return replace(kv, stores=(*kv.stores[:-1], store))
 

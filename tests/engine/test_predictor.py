@@ -21,6 +21,11 @@ from ahead import assert_same, counted, prompts_of
 from families import text_config
 from jaxkv import LLM, BeamSearchParams, SamplingParams
 from jaxkv.errors import CheckpointError
+from jaxkv.kv.codecs import PlainCodec
+from jaxkv.kv.layout import HeadMajorLayout, LaneRowsLayout
+from jaxkv.kv.state import PagedKV, PageTables, empty_store
+from jaxkv.programs.draft import last_hidden, with_hidden
+from jaxkv.programs.inputs import empty_batch
 from jaxkv.testing import blueprint_of, engine_of
 from jaxkv.tools.chips import parse_target
 from jaxkv.tools.deployment import deploy
@@ -209,6 +214,25 @@ def test_memory_is_what_was_planned(model, ahead):
     target, pages = parse_target("v6e:1x1"), {"block_size": 64, "backend": "xla"}
     planned = deploy(model, target, **pages, **AHEAD).blueprint.page_nbytes
     assert planned > deploy(model, target, **pages).blueprint.page_nbytes
+
+
+@pytest.mark.parametrize("kind", [HeadMajorLayout, LaneRowsLayout])
+def test_a_hidden_state_comes_back_from_the_page_of_its_token(kind):
+    """One row ends within its second page and has filled its first one, the other rests."""
+    size, dims, plain = 4, 200, PlainCodec(dtype="float32")
+    layout = kind(num_kv_heads=1, head_dim=dims, page_size=1, codec=plain, latent_dim=dims)
+    pages = HeadMajorLayout(num_kv_heads=1, head_dim=8, page_size=size, codec=plain)
+    stores = [empty_store(num_layers=1, layout=one, num_pages=5) for one in (pages, layout)]
+    tables = PageTables(np.int32([[3, 1], [2, 0]]), np.int32([[0, 4]] * 2), np.int32([2, 0]))
+    kv = PagedKV(tuple(stores), rows=(tables,), num_draft=1)
+    batch = empty_batch(8, 2)
+    batch.position_T[:4], batch.row_T[:4] = [2, 3, 4, 5], 0
+    hidden_TD = np.random.default_rng(0).normal(size=(8, dims)).astype(np.float32)
+    kv = with_hidden(kv, batch, hidden_TD, np.int32([4, 0]))
+    for length, want in ((6, hidden_TD[3]), (4, hidden_TD[1]), (0, np.zeros(dims))):
+        rows = (replace(tables, len_B=np.int32([length, 0])),)
+        got = np.asarray(last_hidden(replace(kv, rows=rows)))
+        np.testing.assert_array_equal(got, [want, np.zeros(dims)])
 
 
 @pytest.mark.slow
