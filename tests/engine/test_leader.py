@@ -412,6 +412,7 @@ def test_an_end_that_no_step_has_met_reaches_every_stream(pair, monkeypatch):
 
     thread.start()
     asyncio.run(run())
+    thread._thread.join(20)  # what it raises is for the hook above
 
 
 async def drained(stream: Stream) -> None:
