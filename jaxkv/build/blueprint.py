@@ -26,7 +26,7 @@ from jaxkv.build.limits import are_alike, auto_dtype, auto_page_size, make_limit
 from jaxkv.build.memory import Budget, Memory
 from jaxkv.build.options import ABOUT, EngineOptions
 from jaxkv.build.pool import plan_pool
-from jaxkv.config import EngineConfig, bfloat16_as_bits
+from jaxkv.config import EngineConfig, bfloat16_as_bits, is_int
 from jaxkv.holding.retention import full_pages
 from jaxkv.kv.codecs import Codec, PlainCodec, RotatingCodec, get_codec
 from jaxkv.kv.layout import HeadMajorLayout, LaneRowsLayout, PageLayout
@@ -492,10 +492,8 @@ def make_blueprint(
     Raises: ValueError for an option that this model or platform has no room for,
     NotImplementedError for a backend or policy that cannot do what was asked for.
     """
-    if keeps_all:  # a draft model may have other KV heads than its model
-        context = options.decode_context_parallel_size
-        context = math.gcd(context, most_context(spec, options.tensor_parallel_size))
-        options = replace(options, decode_context_parallel_size=context)
+    if keeps_all:
+        options = _as_far_as_divided(options, spec)
     skipped = options.kv_cache_dtype_skip_layers
     spec = spec.apart(exact_layers(spec, skipped))
     _check_quantization(options.quantization, layout)
@@ -543,6 +541,17 @@ def make_blueprint(
     return _under_policy(everything)
 
 
+def _as_far_as_divided(options: EngineOptions, spec: ModelSpec) -> EngineOptions:
+    """Returns the options of a draft model, of which fewer devices may have the same KV heads than
+    of its model. What cannot be is left to whoever refuses it.
+    """
+    size, context = options.tensor_parallel_size, options.decode_context_parallel_size
+    if not is_int(size) or not is_int(context) or size < 1:
+        return options
+    context = math.gcd(context, most_context(spec, size))
+    return replace(options, decode_context_parallel_size=context)
+
+
 def _place(
     options: EngineOptions,
     spec: ModelSpec,
@@ -551,7 +560,6 @@ def _place(
     draft: Blueprint | None,
 ) -> tuple[Placement, Blueprint | None]:
     """Returns where a model is, and its draft model on the same mesh."""
-
     own = partial(
         place,
         *(spec, layout, devices, options.tensor_parallel_size),

@@ -151,5 +151,10 @@ def test_a_draft_model_that_devices_cannot_divide_is_refused_as_one(tmp_path, he
         config = tiny_config("llama") | changes
         (paths[-1] / "config.json").write_text(json.dumps(config))
     ahead = {"method": "draft_model", "model": str(paths[1]), "num_speculative_tokens": 2}
+    target, asked = parse_target("v5e:2x4"), {"speculative_config": ahead}
     with pytest.raises(ValueError, match=error):
-        deploy(paths[0], parse_target("v5e:2x4"), speculative_config=ahead)
+        deploy(paths[0], target, **asked)
+    for size, context, said in (("8", 1, "'8'"), (0, 1, "0"), (2, "2", "'2'")):
+        sizes = {"tensor_parallel_size": size, "decode_context_parallel_size": context}
+        with pytest.raises(ValueError, match=f"parallel_size: expected .* got {said}"):
+            deploy(paths[0], target, **sizes, **asked)
