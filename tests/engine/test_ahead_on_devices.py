@@ -103,6 +103,7 @@ PREDICTING = [
     ("glm_moe_dsa-shared", 2, {}, {"decode_context_parallel_size": 2}),
     ("qwen3_next", 2, {}, {"enable_expert_parallel": True}),
     ("glm4_moe", 8, SHARED, {"decode_context_parallel_size": 4}),
+    ("glm4_moe", 4, SHARED, ALL),
     ("glm4_moe", 4, SHARED, {"kv_host_bytes": 2**22}),
 ]
 
