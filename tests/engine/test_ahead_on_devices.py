@@ -135,6 +135,39 @@ def test_a_draft_model_with_other_heads(tmp_path, heads, own, size, asked):
     check(*runs(*made, size, **asked))
 
 
+def configs(folder: Path, *heads: tuple[int, int]) -> list[Path]:
+    """Writes config.json of Llamas with so many heads and KV heads."""
+    found = []
+    for number, (count, kv_count) in enumerate(heads):
+        changes = {"num_attention_heads": count, "num_key_value_heads": kv_count, "head_dim": 8}
+        found.append(folder / str(number))
+        found[-1].mkdir()
+        (found[-1] / "config.json").write_text(json.dumps(tiny_config("llama") | changes))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "own", "context", "shape", "contexts"),
+    [
+        (2, 8, 2, (2, 2, 2), (2, 1)),
+        (8, 1, 1, (8,), (1, 1)),
+        (4, 2, 2, (2, 2, 2), (2, 2)),
+        (8, 2, 1, (2, 4), (1, 1)),
+        (2, 4, 4, (2, 2, 2), (4, 2)),
+    ],
+)
+def test_both_models_are_on_one_mesh(tmp_path, kv_heads, own, context, shape, contexts):
+    model, draft = configs(tmp_path, (8, kv_heads), (8, own))
+    ahead = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+    asked = {"speculative_config": ahead, "decode_context_parallel_size": context}
+    blueprint = deploy(model, parse_target("v5e:2x4"), block_size=64, **asked).blueprint
+    placements = blueprint.placement, blueprint.draft.placement
+    assert [one.mesh_shape for one in placements] == [shape] * 2
+    assert tuple(one.context for one in placements) == contexts
+    theirs = {path: axes for path, axes in placements[0].axes if path.startswith("draft.")}
+    assert theirs == {f"draft.{path}": axes for path, axes in placements[1].axes}
+
+
 @pytest.mark.parametrize(
     ("heads", "own", "error"),
     [
@@ -144,13 +177,7 @@ def test_a_draft_model_with_other_heads(tmp_path, heads, own, size, asked):
     ],
 )
 def test_a_draft_model_that_devices_cannot_divide_is_refused_as_one(tmp_path, heads, own, error):
-    paths = []
-    for name, (count, kv_count) in (("model", heads), ("draft", own)):
-        changes = {"num_attention_heads": count, "num_key_value_heads": kv_count, "head_dim": 8}
-        paths.append(tmp_path / name)
-        paths[-1].mkdir()
-        config = tiny_config("llama") | changes
-        (paths[-1] / "config.json").write_text(json.dumps(config))
+    paths = configs(tmp_path, heads, own)
     ahead = {"method": "draft_model", "model": str(paths[1]), "num_speculative_tokens": 2}
     target, asked = parse_target("v5e:2x4"), {"speculative_config": ahead}
     with pytest.raises(ValueError, match=error):
