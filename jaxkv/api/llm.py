@@ -746,7 +746,7 @@ class LLM(PoolingCalls):
                 own = origin_of(draft, draft.weights, blueprint.draft, "", names)
                 depends_on.append(repr(own))
         root = root_key(secrets.token_bytes(32) if secret is None else secret, *depends_on)
-        engine = self._engine
+        engine, front = self._engine, self._front
         return Intake(
             self._model,
             blueprint.limits,
@@ -754,7 +754,7 @@ class LLM(PoolingCalls):
             share_prefixes=blueprint.options.enable_prefix_caching,
             lock=engine.lock,
             adapters=AdapterFiles(blueprint),
-            **({"agree": front.agree_on} if isinstance(front := self._front, Leader) else {}),
+            agree=front.agree_on if isinstance(front, Leader) else None,
         )
 
     def _accept_or_refuse(self, asked: Any, priority: int = 0) -> Submission | ValueError:

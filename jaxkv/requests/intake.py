@@ -45,9 +45,9 @@ class Intake(PromptReader):
     pass.
 
     `cache_root` returns what stands now for all of the engine that a cached page depends on, and
-    does not change under the lock. `agree` raises ValueError for an adapter that not all processes
-    have. Without `share_prefixes` only the samples of one prompt share
-    pages.
+    does not change under the lock. `agree`, of an engine of several processes, raises ValueError
+    for an adapter that not all of them have. Without `share_prefixes` only the samples of one
+    prompt share pages.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Intake(PromptReader):
         share_prefixes: bool,
         lock: RLock | None = None,
         adapters: AdapterFiles | None = None,
-        agree: Callable[[LoRARequest, Adapter], None] = lambda *_: None,
+        agree: Callable[[LoRARequest, Adapter], None] | None = None,
     ) -> None:
         super().__init__(model, config, lock=lock)
         self._adapters, self._agree = adapters, agree
@@ -104,7 +104,7 @@ class Intake(PromptReader):
         are made only. Raises: ValueError, also where another one reads none or another one.
         """
         adapter = self.adapter_of(request)
-        if request is not None and adapter is not None:
+        if self._agree is not None and request is not None and adapter is not None:
             self._agree(request, adapter)
         return adapter
 

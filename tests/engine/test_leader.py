@@ -365,11 +365,13 @@ def test_all_processes_have_the_same_adapter_or_none(pair, said, monkeypatch):
     monkeypatch.setattr(
         pair.other._intake, "adapter_of", lambda lora: next(found) or pair.intake.adapter_of(lora)
     )
+    intake = pair.llm._make_intake()
+    monkeypatch.setattr(intake, "adapter_of", lambda lora: own)
     for _ in range(2):  # it has none, then another one
-        with pytest.raises(CheckpointError, match="/adapters/a: expected an adapter that all"):
-            pair.leader.agree_on(lora, own)
+        with pytest.raises(ValueError, match="/adapters/a: expected an adapter that all"):
+            intake.accept([TEXTS[0]], [GREEDY], [0], [lora])
     for _ in range(2):
-        pair.leader.agree_on(lora, own)
+        assert intake.agreed_adapter_of(lora) is own
     assert len(said) == 6
     pair.llm.generate(TEXTS[0], GREEDY, use_tqdm=False)
     pair.leader.end()
