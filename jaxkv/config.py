@@ -134,7 +134,8 @@ class Speculation:
     """Says how decode loops propose tokens ahead, `num_tokens` of them, and with how many rows at
     most. method: "ngram", as they came where the last `longest` tokens, or fewer but at least
     `shortest`, have come before (`ops.prompt_lookup`); "draft_model", as a smaller model draws them
-    (`programs.draft`); or "mtp", as a layer that the model ships for it draws them.
+    (`programs.draft`); "mtp", as a layer that the model ships for it draws them; or "eagle3", as
+    one does that is trained for the model.
     """
 
     method: str
@@ -156,7 +157,7 @@ class Speculation:
     @property
     def reads_hidden(self) -> bool:
         """Tells whether proposals are made of the model's hidden states."""
-        return self.method == "mtp"
+        return self.method in ("mtp", "eagle3")
 
 
 NO_NUMBERS = ("kv_policy", "windows", "has_contexts", "pooled", "speculation")

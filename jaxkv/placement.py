@@ -317,15 +317,21 @@ def place(
         return Placement((devices[0],), states=states)
     _check_parts(spec, layout, size, routed)
 
-    def parts(axis: str | None, kind: int) -> MeshAxes | None:
+    def parts(axis: str | None, length: int, kind: int) -> MeshAxes | None:
         if axis == "kv_heads":
             group, _ = spec.group_of(spec.layers_of(kind)[0])
             return _first(shape, spec.groups[group].num_parts(size))
-        is_divided = axis in MUST_DIVIDE or (axis == "vocab" and spec.vocab_size % size == 0)
+        is_divided = axis in MUST_DIVIDE or (axis == "vocab" and length % size == 0)
         return every if is_divided else None
 
     axes = [
-        (path, tuple(parts(axis, kind) for axis in leaf.info.logical_axes))
+        (
+            path,
+            tuple(
+                parts(axis, length, kind)
+                for axis, length in zip(leaf.info.logical_axes, leaf.info.shape, strict=True)
+            ),
+        )
         for path, leaf, kind in leaves
         if path not in routed
     ]

@@ -228,7 +228,7 @@ def dense(
     counts: Any = (none[0], none[0] + len(token_T), jnp.int32(0), jnp.int32(1))
     batch = Batch(token_T, position_T, position_T * 0, *counts)
     kv = PagedKV((store,), (PageTables(none, none, none[0]),))
-    kv, x_TD, _ = forward(weights, kv, batch, spec=spec, backend=attention)
+    kv, x_TD, *_ = forward(weights, kv, batch, spec=spec, backend=attention)
     return x_TD, kv.stores[0].pages
 
 
@@ -272,7 +272,7 @@ def program(spec: ModelSpec, codec: Codec) -> Any:
         row_T = jnp.where(position_T < length, 0, 1)
         counts: Any = (jnp.zeros(1, jnp.int32), length[None], jnp.int32(0), jnp.int32(1))
         batch = Batch(token_T, position_T, row_T, *counts)
-        _, x_TD, _ = forward(weights, kv, batch, spec=spec, backend="xla")
+        _, x_TD, *_ = forward(weights, kv, batch, spec=spec, backend="xla")
         return logits(weights, x_TD, spec=spec)
 
     return run

@@ -80,7 +80,7 @@ def tiny_llm(directory: Path, **options: object) -> LLM:
     compiler_options={"xla_backend_optimization_level": "0"},
 )
 def all_logits(weights, kv, batch, *, spec, backend):
-    kv, x_TD, _ = decoder.forward(weights, kv, batch, spec=spec, backend=backend)
+    kv, x_TD, *_ = decoder.forward(weights, kv, batch, spec=spec, backend=backend)
     return decoder.logits(weights, x_TD, spec=spec)
 
 

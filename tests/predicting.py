@@ -1,20 +1,37 @@
-"""Tiny checkpoints with a layer that predicts the token after the next one, and transformers' layers
-put together to that layer.
+"""Tiny checkpoints with a layer that predicts the token after the next one, transformers' layers put
+together to that layer, and the comparison of all that is proposed with it.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
+import jaxkv.engine.speculation
+import jaxkv.programs.speculation
 from families import text_config
+from jaxkv import LLM, SamplingParams
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.families.predictor import DEEPSEEK, PREDICTING, read_predictor
+from jaxkv.testing import engine_of
+from poison import poisoned
 from tiny import draw, draw_leaf, make_checkpoint, stored
+
+ALLOWED = [5, 7, 9, 11]
+"""With so few tokens some of what is proposed holds, though nobody has trained the layer."""
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, allowed_token_ids=ALLOWED)
+NUM_AHEAD = 3
+LEAST_LEAD = 1e-3
+"""Of a token over the next likeliest, below which float32 may choose the other one."""
 
 
 def make_predicting(
@@ -129,3 +146,76 @@ class Reference:
             found.append((tokens[-1], best - second))
             hidden = self._torch.cat([hidden, last], dim=1)
         return found
+
+
+@dataclass
+class Proposed:
+    """Every row's newest token, its position, and what was proposed behind it, in order."""
+
+    found: list[tuple[int, int, list[int]]] = field(default_factory=list)
+
+    def note(self, position_B, budget_B, token_BA, count_B, ahead_Bk) -> None:
+        for row in np.flatnonzero((budget_B > 1) & (count_B > 0)):
+            newest = int(token_BA[row, count_B[row] - 1])
+            ahead = ahead_Bk[row, : budget_B[row] - 1].tolist()
+            self.found.append((int(position_B[row]), newest, ahead))
+
+
+PROPOSED = Proposed()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def noted() -> Iterator[None]:
+    """Notes what is proposed, and proposes wherever it may, whatever that costs."""
+    predict_ahead = jaxkv.programs.speculation.predict_ahead
+
+    def note(weights, kv, fresh, position_B, budget_B, *inputs, **options):
+        kv, ahead_Bk = predict_ahead(weights, kv, fresh, position_B, budget_B, *inputs, **options)
+        newest = (fresh.token_BA, fresh.count_B)
+        jax.debug.callback(PROPOSED.note, position_B, budget_B, *newest, ahead_Bk)
+        return kv, ahead_Bk
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxkv.programs.speculation, "predict_ahead", note)
+        patch.setattr(jaxkv.engine.speculation, "LEAST_GAIN", 0.0)
+        yield
+
+
+def sequences(llm: LLM, prompts: list[dict], params: SamplingParams) -> list[list[int]]:
+    with poisoned(engine_of(llm)):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    given = [output.prompt_token_ids for output in outputs]
+    return [
+        [*prompt, *one.token_ids]
+        for prompt, output in zip(given, outputs, strict=True)
+        for one in output.outputs
+    ]
+
+
+def check_proposals(reference: Any, llm: LLM, prompts: list[dict], **more) -> list[list[int]]:
+    """Generates, and compares all that is proposed meanwhile."""
+    jax.effects_barrier()
+    PROPOSED.found.clear()
+    whole = sequences(llm, prompts, replace(GREEDY, **more))
+    jax.effects_barrier()
+    hidden = [reference.hidden(tokens) for tokens in whole]
+    compared, known = 0, {}
+    for position, newest, ahead in PROPOSED.found:
+        rows = [i for i, tokens in enumerate(whole) if tokens[position : position + 1] == [newest]]
+        fits = []
+        for i in rows:
+            if (key := (tuple(whole[i][: position + 1]), len(ahead))) not in known:
+                known[key] = reference.proposals(
+                    whole[i][: position + 1],
+                    hidden[i][:, : position + 1],
+                    ALLOWED,
+                    len(ahead[:NUM_AHEAD]),
+                )
+            sure = 0
+            while sure < len(known[key]) and known[key][sure][1] > LEAST_LEAD:
+                sure += 1
+            compared += sure
+            fits.append(ahead[:sure] == [token for token, _ in known[key][:sure]])
+        assert any(fits), (position, newest, ahead)
+    assert compared > 30
+    return whole

@@ -181,13 +181,14 @@ def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
 
 def _check_same(blueprint: Blueprint, model: Model) -> None:
     """Raises: ValueError where another process would compute or decide otherwise."""
+    draft = blueprint.draft
     parts: dict[str, Any] = {
         "jaxkv": VERSION,
         "jax": jax.__version__,
         "device": own_device(blueprint.placement.devices).device_kind,
         "model": blueprint.spec,
         "files": blueprint.layout,
-        "draft model": None if blueprint.draft is None else blueprint.draft.spec,
+        "draft model": None if draft is None else (draft.spec, draft.layout),
         "end tokens": (model.eos_id, sorted(model.eos_ids)),
         "tokenizer": _name_of(model.tokenizer),
         "decode_context_parallel_size": blueprint.placement.context,

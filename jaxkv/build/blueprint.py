@@ -235,9 +235,9 @@ class Blueprint:
         a page of one token, on a TPU in rows of 128 lanes, as XLA would copy the store wherever it
         writes else; None where nothing reads it.
         """
-        speculation, size = self.limits.speculation, self.spec.hidden_size
-        if speculation is None or not speculation.reads_hidden:
+        if self.draft is None or self.draft.layout.hearing is None:
             return None
+        size = self.draft.spec.hidden_size
         kind = LaneRowsLayout if self.platform == "tpu" else HeadMajorLayout
         codec = PlainCodec(dtype="float32")
         return kind(num_kv_heads=1, head_dim=size, page_size=1, codec=codec, latent_dim=size)
@@ -333,8 +333,7 @@ class Blueprint:
         draft = self.draft
         if draft is None:
             return None
-        reads_hidden = self._hidden is not None
-        return Draft(spec=draft.spec, backend=draft.attention, reads_hidden=reads_hidden)
+        return Draft(spec=draft.spec, backend=draft.attention, hearing=draft.layout.hearing)
 
     def empty_adapters(self) -> dict[str, Any]:
         """Allocates room for the adapters of requests; {} without enable_lora."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxkv.build.blueprint import Blueprint
 from jaxkv.build.memory import check_room
 from jaxkv.build.options import IS_PATH, EngineOptions
 from jaxkv.build.pooling import MODULES, Pooling, pooling_layout, read_pooling
-from jaxkv.build.speculation import check_draft, draft_options, own_predictor
+from jaxkv.build.speculation import check_draft, draft_options, own_predictor, read_draft
 from jaxkv.build.tokenizer import check_vocabulary, load_tokenizer
 from jaxkv.config import SamplingParams, is_int
 from jaxkv.errors import CheckpointError
@@ -95,11 +96,31 @@ class Model:
         weights, pooling, draft = self._load(blueprint), self.pooling, self.draft
         when_read()
         if draft is not None and blueprint.draft is not None:
-            draft = draft.loaded(blueprint.draft)
+            draft = draft.loaded(blueprint.draft)._sharing(weights)
         if pooling is not None:
             files, size = self._files(blueprint.options), self.spec.hidden_size
             pooling = pooling.loaded(files, self.layout, size)
         return replace(self, pooling=pooling, draft=draft)._fitted(weights, blueprint)
+
+    def _sharing(self, weights: Weights) -> Model:
+        """Returns a layer that predicts without what it repeats of its model's weights; any other
+        draft model as it is.
+        """
+        theirs = {
+            "own_tokens": weights.get("embed"),
+            "own_head": weights.get(HEAD, weights.get("embed")),
+        }
+        repeated = {
+            name: own
+            for name, own in self.weights.items()
+            if (other := theirs.get(name)) is not None
+            and (own.shape, own.dtype) == (other.shape, other.dtype)
+            and bool((own == other).all())
+        }
+        for array in repeated.values():
+            array.delete()
+        kept = {name: x for name, x in self.weights.items() if name not in repeated}
+        return replace(self, weights=kept)
 
     def on(self, blueprint: Blueprint) -> Model:
         """Returns the model with a copy of its weights on the devices of another blueprint like its
@@ -231,9 +252,13 @@ class Model:
         return own if self.draft is None else own + self.draft.weight_bytes
 
 
-def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
+def find_model(
+    options: EngineOptions,
+    tokenizer: Any | None = None,
+    read: Callable[[ConfigReader], tuple[ModelSpec, Layout]] = read_family,
+) -> Model:
     """Reads what a model directory (or hub id) holds, but for its weights; the tokenizer may come
-    from another one, or be given.
+    from another one, or be given. read: reads its config.json.
 
     Weights are neither read nor fetched before the model is `loaded`: by then a blueprint has been
     made, and so everything checked that was asked for.
@@ -248,7 +273,7 @@ def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
     if overrides:
         values = _overridden(config.values, overrides)
         config = ConfigReader(values, f"{config.where} with hf_overrides")
-    spec, layout = read_family(config)
+    spec, layout = read(config)
     if not options.skip_tokenizer_init:
         where, revision = directory, options.tokenizer_revision
         if options.tokenizer is not None or revision is not None:
@@ -295,7 +320,8 @@ def _find_draft(options: EngineOptions, model: Model) -> Model | None:
         return None
     own = own_predictor(options, model.spec, model.layout)
     if own is None:
-        draft = find_model(drafting, model.tokenizer)
+        read = partial(read_draft, options=options, spec=model.spec, layout=model.layout)
+        draft = find_model(drafting, model.tokenizer, read)
     elif model.stored_dtype is None:
         draft = replace(model, spec=own[0], layout=own[1], generation={}, eos_ids=frozenset())
     else:

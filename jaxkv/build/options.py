@@ -395,7 +395,7 @@ class EngineOptions:
         None,
         "proposes tokens ahead and verifies several in one step, with the tokens as without "
         '(docs/speculation.md): {"method": "ngram", "num_speculative_tokens": 4}, or with '
-        '"method": "draft_model" the "model" that proposes them, or "method": "mtp"',
+        '"method": "draft_model" or "eagle3" the "model" that proposes them, or "method": "mtp"',
         check=IS_DICT,
         commands=ENGINES + TARGETS,
         aliases=("-sc",),

@@ -7,15 +7,18 @@ from typing import Any
 
 from jaxkv.build.options import IS_PATH, IS_TEXT_OR_NONE, EngineOptions
 from jaxkv.config import Speculation, is_int
-from jaxkv.models.families import Layout
+from jaxkv.models.families import ConfigReader, Layout, read_family
+from jaxkv.models.families.eagle import read_eagle
 from jaxkv.models.families.predictor import PREDICTING, read_predictor
 from jaxkv.models.spec import ModelSpec
 
-NGRAM, DRAFT_MODEL, MTP = "ngram", "draft_model", "mtp"
+NGRAM, DRAFT_MODEL, MTP, EAGLE = "ngram", "draft_model", "mtp", "eagle3"
 
+OF_DRAFT = ("model", "revision", "quantization", "draft_tensor_parallel_size")
 KEYS = {
     NGRAM: ("prompt_lookup_max", "prompt_lookup_min"),
-    DRAFT_MODEL: ("model", "revision", "quantization", "draft_tensor_parallel_size"),
+    DRAFT_MODEL: OF_DRAFT,
+    EAGLE: OF_DRAFT,
     MTP: (),
 }
 """By method, beside those of all methods."""
@@ -98,8 +101,8 @@ def draft_options(options: EngineOptions, spec: ModelSpec) -> EngineOptions | No
         given = {name: getattr(options, name) for name in names}
     elif given.get("model") is None:
         raise ValueError(
-            "speculative_config: expected model with method 'draft_model': a directory or a hub "
-            "id, got None"
+            f"speculative_config: expected model with method {method!r}: a directory or a hub id, "
+            f"got None"
         )
     IS_PATH("speculative_config: model", given["model"])
     IS_TEXT_OR_NONE("speculative_config: revision", given.get("revision"))
@@ -164,6 +167,19 @@ def own_predictor(
             f"{where} one layer that predicts later tokens, got {layout.num_predictors}"
         )
     return read_predictor(spec, layout)
+
+
+def read_draft(
+    config: ConfigReader, *, options: EngineOptions, spec: ModelSpec, layout: Layout
+) -> tuple[ModelSpec, Layout]:
+    """Returns spec and layout of what another checkpoint has to propose tokens to a model of these:
+    a model, or a layer that was trained for this one.
+
+    Raises: CheckpointError, NotImplementedError.
+    """
+    if options.speculative_config is None or _method(options.speculative_config) != EAGLE:
+        return read_family(config)
+    return read_eagle(config, spec, layout)
 
 
 def check_draft(

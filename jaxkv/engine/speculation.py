@@ -64,9 +64,12 @@ class Speculator:
         self._reads_text = speculation.reads_text
         # A step of few rows costs what it reads, mostly weights: a draft model's once per proposal,
         # and once more to store the last one. A layer of the model's own has the model's head.
-        num_times, read = speculation.num_tokens + 1, bytes_per_device(programs.draft_weights)
+        own = {name: x for name, x in programs.draft_weights.items() if name != "own_tokens"}
+        num_times, read = speculation.num_tokens + 1, bytes_per_device(own)
         if speculation.reads_hidden:
-            num_times, read = num_times - 1, read + bytes_per_device(head_of(programs.weights))
+            num_times -= 1
+            if "own_head" not in own:
+                read += bytes_per_device(head_of(programs.weights))
         self._wide_cost = WIDE_COST + num_times * read / bytes_per_device(programs.weights)
         self._shape = (config.max_num_seqs, config.max_len)
         self._rows: dict[int, _Row] = {}

@@ -7,6 +7,8 @@ their pages: they pick their tables by number, and branch only between unlike st
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,9 +27,26 @@ from jaxkv.ops.matrices import Matrix, values
 from jaxkv.weights.packing import DYNAMIC
 from jaxkv.weights.tree import DRAFT, HEAD, Weights, draft_of, head_matrix, with_draft
 
+HEAD_TOKENS = "head_tokens"
+"""A leaf that says which tokens a head of fewer rows is for: how far behind each row's number its
+token's is, [H] int32. The logits of all others are -inf.
+"""
+
 BESIDE_HEAD = ("head_bias", "head_gain")
 BEFORE_HEAD = ("head_dense", "head_dense_bias", "head_norm", "head_norm_bias")
 """Leaves between the final norm and the head, which most models do not have."""
+
+
+class Ran(NamedTuple):
+    """Holds what `forward` returns: the new state (lengths grown by the step's tokens), the hidden
+    states [T, D] float32 before the final norm, the statistics with those of the step added, and
+    heard_TX: the streams that were asked for side by side, the hidden states where none was.
+    """
+
+    kv: PagedKV
+    x_TD: jax.Array
+    statistics: Statistics | None
+    heard_TX: jax.Array
 
 
 def forward(
@@ -40,16 +59,18 @@ def forward(
     backend: str | Attention,
     axis: MeshAxes | None = None,
     embedded_TD: jax.Array | None = None,
-) -> tuple[PagedKV, jax.Array, Statistics | None]:
+    stream_TD: jax.Array | None = None,
+    hears: tuple[int, ...] = (),
+) -> Ran:
     """Runs the packed tokens through all layers and stores their keys and values.
 
     `axis`: the mesh axis over which weights and pages are divided (`placement.Placement`), here and
     in `logits`. embedded_TD: what goes in, as `embed` gives it, in place of the batch's tokens; who
     gives that may want its gradient, so each layer is then computed again on the way back, which
-    would else keep a copy of the weights.
-    Returns the new state (lengths grown by this step's tokens), the hidden states [T, D] float32
-    before the final norm, and the statistics with those of this step added. Cost: every array but
-    the pages is of size T.
+    would else keep a copy of the weights. stream_TD: what comes into the first layer in place of
+    the embeddings, which layers may read beside it. hears: the layers of which the streams that
+    come into them are asked for, in order; the number of layers is what comes out of the last one.
+    Cost: every array but the pages is of size T.
     """
     attention = BACKENDS[backend] if isinstance(backend, str) else backend
     num_devices = 1 if axis is None else jax.lax.axis_size(axis)
@@ -66,7 +87,9 @@ def forward(
     x_TD = moved(normed(x_TD, weights, "embed_norm", spec), weights, "embed")
     x_TD = jnp.where(batch.is_row_T[:, None], x_TD, 0)  # nothing is multiplied with rows of zeros
     own_LTP = _per_layer(weights, batch.token_T, x_TD, spec) if "own_embed" in weights else None
-    layers = Layers(weights, kv, batch, attend, own_LTP, x_TD, spec=spec, axis=axis)
+    layers = Layers(weights, kv, batch, attend, own_LTP, x_TD, hears, spec=spec, axis=axis)
+    if stream_TD is not None:
+        x_TD = jnp.where(batch.is_row_T[:, None], stream_TD, 0)
     # The pools are carried whole, with the layer's number beside them: as scan xs/ys they would be
     # copied (7.25 GiB against 0.1 MiB of temporaries for a 7 GiB pool, compiled for v5e).
     with jax.named_scope("layers"):  # by which `jaxkv check` knows the loop in a compiled program
@@ -78,13 +101,18 @@ def forward(
             view_TX=routing.empty(x_TD.shape[0], weights),
             kept_STD=passes.empty(x_TD, batch.is_row_T, weights, spec),
             given=depth.empty(x_TD, spec),
+            heard_STD=jnp.zeros((len(hears), *x_TD.shape), jnp.float32) if hears else None,
         )
         carry = (hyper.spread(altup.spread(x_TD, weights), spec), held)
         layer = jax.checkpoint(layers) if runs_again else layers
         x, held = jax.lax.fori_loop(0, spec.num_layers, layer, carry)
     x_TD = altup.joined(hyper.joined(x, weights, spec), weights)
     x_TD = depth.joined(x_TD, held.given, weights)
-    return attend.state(held), x_TD, _of_all_devices(held.statistics, statistics, axis)
+    heard = [x_TD] if held.heard_STD is None else list(held.heard_STD)
+    if hears[-1:] == (spec.num_layers,):
+        heard[-1] = x_TD
+    statistics = _of_all_devices(held.statistics, statistics, axis)
+    return Ran(attend.state(held), x_TD, statistics, jnp.concatenate(heard, axis=1))
 
 
 def _sinusoid(position_T: jax.Array, asked: Sinusoid, spec: ModelSpec) -> jax.Array:
@@ -123,8 +151,8 @@ def body_of(weights: Weights) -> Weights:
     """Returns what `forward` takes of the weights, and of a draft model's in them: no head that is
     not the embeddings, and the final norm only for a layer behind it (`models.predictor`).
     """
-    unread = {*head_of(weights), "own_head"} - {"embed"}
-    if "hidden_norm" in draft_of(weights):
+    unread = {*head_of(weights), "own_head", HEAD_TOKENS} - {"embed"}
+    if DRAFT in weights and "embed" not in draft_of(weights):
         unread -= {"norm"}
     body = {name: leaf for name, leaf in weights.items() if name not in unread}
     return with_draft(body, body_of(draft_of(weights))) if DRAFT in weights else body
@@ -149,9 +177,16 @@ def logits(
     part_TV = scaled(part_TV, spec.scales.logits)
     if spec.scales.logit_cap:
         part_TV = soft_cap(part_TV, spec.scales.logit_cap)
-    if axis is None or part_TV.shape[1] == spec.vocab_size:
+    offset_H = weights.get(HEAD_TOKENS)
+    if axis is not None and part_TV.shape[1] < (
+        spec.vocab_size if offset_H is None else len(offset_H)
+    ):
+        part_TV = jax.lax.all_gather(part_TV, axis, axis=1, tiled=True)
+    if offset_H is None:
         return part_TV
-    return jax.lax.all_gather(part_TV, axis, axis=1, tiled=True)
+    token_H = jnp.arange(len(offset_H)) + offset_H
+    none_TV = jnp.full((x_TD.shape[0], spec.vocab_size), -jnp.inf, jnp.float32)
+    return none_TV.at[:, token_H].set(part_TV, mode="drop")
 
 
 def embed(

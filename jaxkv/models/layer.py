@@ -101,7 +101,7 @@ class Layers:
     """Runs the layers of one step by their number.
 
     own_LTP: what each layer gets of the tokens beside the stream, None for nothing. embedded_TD:
-    what comes into the first layer. axis: as in `decoder.forward`.
+    the tokens' embeddings. hears, axis: as in `decoder.forward`.
     """
 
     def __init__(
@@ -112,12 +112,16 @@ class Layers:
         attend: PagedAttention,
         own_LTP: jax.Array | None,
         embedded_TD: jax.Array,
+        hears: tuple[int, ...],
         *,
         spec: ModelSpec,
         axis: MeshAxes | None,
     ) -> None:
         self._weights, self._spec, self._axis = weights, spec, axis
         self._embedded_TD = embedded_TD
+        # Past the last one for layers that nobody hears.
+        self._place_L = np.full(spec.num_layers + 1, len(hears), np.int32)
+        self._place_L[list(hears)] = range(len(hears))
         self._kv, self._batch = kv, batch
         self._attend, self._own_LTP = attend, own_LTP
         contexts, growth_C = _contexts(kv, batch), weights.get("rope_growth")
@@ -133,10 +137,13 @@ class Layers:
         if held.kept_STD is not None:
             norm = partial(normed, w={}, name="norm", spec=self._spec)
             x, kept_STD = passes.begin(x, held.kept_STD, number, norm, self._spec)
-            carry = x, held._replace(kept_STD=kept_STD)
+            held = held._replace(kept_STD=kept_STD)
+        if held.heard_STD is not None:
+            place = jnp.asarray(self._place_L)[number]
+            held = held._replace(heard_STD=held.heard_STD.at[place].set(x, mode="drop"))
         if len(self._bodies) == 1:
-            return self._bodies[0](number, carry)
-        return jax.lax.switch(jnp.asarray(self._kind_L)[number], self._bodies, number, carry)
+            return self._bodies[0](number, (x, held))
+        return jax.lax.switch(jnp.asarray(self._kind_L)[number], self._bodies, number, (x, held))
 
     def _body(self, kind: int) -> Callable[[jax.Array, Carry], Carry]:
         """Returns what runs any layer of a kind."""
@@ -178,7 +185,7 @@ class Layers:
 
         def run(x_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             h_TD = normed(x_TD, w, "attn_norm", spec)
-            mixed_TD, held = mix(h_TD, w, held, number)
+            mixed_TD, held = mix(self._beside_tokens(h_TD, w), w, held, number)
             mixed_TD, held = convolve("attn", mixed_TD, w, held, number)
             mixed_TD = scaled(normed(mixed_TD, w, "post_attn_norm", spec), spec.scales.residual)
             mixed_TD = towards(mixed_TD, h_TD, w, "attn_rate")
@@ -212,6 +219,13 @@ class Layers:
             )
 
         return run
+
+    def _beside_tokens(self, h_TD: jax.Array, w: Weights) -> jax.Array:
+        """Returns what attention takes: the stream, in some layers beside the embeddings."""
+        if "token_norm" not in w:
+            return h_TD
+        token_TD = normed(self._embedded_TD, w, "token_norm", self._spec)
+        return jnp.concatenate([token_TD, h_TD], axis=1)
 
     def _between_streams(self, layers: Sequence[int], mix: Mix) -> Mix:
         """Returns what runs mixer and feed-forward between several streams."""

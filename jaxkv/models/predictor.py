@@ -4,6 +4,10 @@ prediction).
 M [norm(embedding of a token); norm(hidden state of the one before it)] goes through a block like
 the model's, whose keys and values are the layer's own, and behind a norm of its own through the
 model's head. Source: arXiv 2412.19437, section 2.2.
+
+In EAGLE-3 what it takes of the token before is one product of several of the model's streams. That
+comes into the block, whose attention takes the embedding beside it; a head of its own may be for
+the most frequent tokens only. Sources: arXiv 2503.01840, section 3; vLLM's Eagle3LlamaForCausalLM.
 """
 
 from __future__ import annotations
@@ -14,12 +18,17 @@ import jax.numpy as jnp
 from jaxkv.axes import MeshAxes
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import decoder
-from jaxkv.models.spec import ModelSpec
+from jaxkv.models.spec import Hearing, ModelSpec
 from jaxkv.models.stream import normed
 from jaxkv.ops.attention import Attention, Batch
 from jaxkv.ops.layers import linear
 from jaxkv.ops.matrices import Matrix
-from jaxkv.weights.tree import HEAD, Weights
+from jaxkv.weights.tree import HEAD, Weights, draft_of
+
+HEAR, HEARD_NORM, EACH_NORM = "hear", "heard_norm", "heard_norm_{}"
+"""Leaves that make one hidden state of several streams side by side: a matrix [D, S * D], and
+before it a norm over all of them or one of each.
+"""
 
 
 def with_shared(own: Weights, weights: Weights) -> Weights:
@@ -29,7 +38,32 @@ def with_shared(own: Weights, weights: Weights) -> Weights:
     found = {**own, "embed": own.get("own_tokens", weights["embed"])}
     if "own_head" in own:
         return {**found, HEAD: own["own_head"]}
-    return {name: leaf for name, leaf in decoder.head_of(weights).items() if name != "norm"} | found
+    head = {name: leaf for name, leaf in decoder.head_of(weights).items() if name != "norm"}
+    if HEAD not in head:  # the embeddings are it, which the layer may have others of
+        head[HEAD] = head["embed"]
+    return head | found
+
+
+def hidden_of(
+    weights: Weights, heard_TX: jax.Array, hearing: Hearing, *, spec: ModelSpec, own: ModelSpec
+) -> jax.Array:
+    """Makes the hidden states that the layer takes, [T, D] float32, of what it hears of its model
+    (`decoder.forward`). weights: of both. spec, own: the model's and the layer's.
+    """
+    if not hearing.layers:
+        return normed(heard_TX, weights, "norm", spec)
+    draft = draft_of(weights)
+    heard_TX = normed(heard_TX, draft, HEARD_NORM, own)
+    parts = jnp.split(heard_TX, len(hearing.layers), axis=1)
+    each = [normed(x_TD, draft, EACH_NORM.format(i), own) for i, x_TD in enumerate(parts)]
+    return linear(jnp.concatenate(each, axis=1), Matrix(draft[HEAR]))
+
+
+def chained(weights: Weights, x_TD: jax.Array, hearing: Hearing, *, spec: ModelSpec) -> jax.Array:
+    """Returns what stands in place of `hidden_of` for tokens that the layer has drawn, of what
+    `predict` has made. weights: as `with_shared` returns them.
+    """
+    return normed(x_TD, weights, "norm", spec) if hearing.chains_normed else x_TD
 
 
 def predict(
@@ -44,18 +78,15 @@ def predict(
 ) -> tuple[PagedKV, jax.Array]:
     """Runs the packed tokens through the layer and stores its keys and values.
 
-    weights: as `with_shared` returns them. hidden_TD: float32, of the token before each, behind the
-    model's final norm; or behind this layer's own, where that has predicted the token.
+    weights: as `with_shared` returns them. hidden_TD: float32, of the token before each, as
+    `hidden_of` makes them; or `chained`, where this layer has drawn the token.
     Returns the new state and what `decoder.logits` makes logits of the token after it from, [T, D]
     float32.
     """
-    token_TD = decoder.embed(weights, batch.token_T, spec=spec, axis=axis)
-    joined = [
-        normed(token_TD, weights, "token_norm", spec),
-        normed(hidden_TD, weights, "hidden_norm", spec),
-    ]
-    x_TD = linear(jnp.concatenate(joined, axis=1), Matrix(weights["join"]))
-    kv, x_TD, _ = decoder.forward(
-        weights, kv, batch, spec=spec, backend=backend, axis=axis, embedded_TD=x_TD
-    )
-    return kv, x_TD
+    x_TD = normed(hidden_TD, weights, "hidden_norm", spec)
+    if "join" in weights:
+        token_TD = decoder.embed(weights, batch.token_T, spec=spec, axis=axis)
+        joined = [normed(token_TD, weights, "token_norm", spec), x_TD]
+        x_TD = linear(jnp.concatenate(joined, axis=1), Matrix(weights["join"]))
+    ran = decoder.forward(weights, kv, batch, spec=spec, backend=backend, axis=axis, stream_TD=x_TD)
+    return ran.kv, ran.x_TD

@@ -346,6 +346,18 @@ class StateSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Hearing:
+    """Says what a layer that predicts (`models.predictor`) takes of its model: the streams that
+    come into these layers of it, the number of layers for what comes out of the last one; () for
+    that behind the final norm. chains_normed: of a token that it has drawn itself it takes its own
+    stream behind its norm, else before.
+    """
+
+    layers: tuple[int, ...] = ()
+    chains_normed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """A decoder-only transformer. Biases, most norms, a gate and an untied head are not here: their
     tensors are the flag.

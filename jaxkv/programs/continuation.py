@@ -46,7 +46,7 @@ def extend(
         num_decode=jnp.int32(0),
         num_rows=jnp.int32(1),
     )
-    kv, x_TD, _ = decoder.forward(
+    kv, x_TD, *_ = decoder.forward(
         weights,
         PagedKV(tuple(stores), own.rows),
         batch,

@@ -22,9 +22,8 @@ import jax.numpy as jnp
 from jaxkv.axes import MeshAxes
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import decoder
-from jaxkv.models.predictor import predict, with_shared
-from jaxkv.models.spec import ModelSpec
-from jaxkv.models.stream import normed
+from jaxkv.models.predictor import chained, hidden_of, predict, with_shared
+from jaxkv.models.spec import Hearing, ModelSpec
 from jaxkv.ops.attention import Backend, Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling, sample
 from jaxkv.pytree import pytree
@@ -33,20 +32,31 @@ from jaxkv.weights.tree import Weights, draft_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """Says of a draft model what programs have as `spec` and `backend` of the model. reads_hidden:
-    it is a layer that predicts out of the model's hidden states.
+    """Says of a draft model what programs have as `spec` and `backend` of the model. hearing: what
+    it takes of the model, where it is a layer that predicts out of that.
     """
 
     spec: ModelSpec
     backend: str | Backend
-    reads_hidden: bool
+    hearing: Hearing | None = None
+
+    @property
+    def hears(self) -> tuple[int, ...]:
+        """Returns the layers of the model whose streams it takes (`decoder.forward`)."""
+        return () if self.hearing is None else self.hearing.layers
+
+    def hidden_of(self, weights: Weights, heard_TX: jax.Array, spec: ModelSpec) -> jax.Array:
+        """Makes what it takes of the model, of this spec, [T, D]."""
+        if self.hearing is None:
+            raise TypeError("expected a layer that predicts, got a draft model")
+        return hidden_of(weights, heard_TX, self.hearing, spec=spec, own=self.spec)
 
 
 def follow(
     weights: Weights,
     kv: PagedKV,
     batch: Batch,
-    x_TD: jax.Array | None,
+    heard_TX: jax.Array | None,
     draft: Draft | None,
     *,
     spec: ModelSpec,
@@ -54,22 +64,22 @@ def follow(
 ) -> PagedKV:
     """Has the draft model store its keys and values of a step's tokens; the same state without one.
 
-    kv: with the rows as they are before the step, which they are in what it returns too. x_TD: what
-    the model, of this spec, made of the tokens, where the draft model reads that.
+    kv: with the rows as they are before the step, which they are in what it returns too. heard_TX:
+    what the draft model hears of the model, of this spec, if anything.
     """
     if draft is None:
         return kv
-    if draft.reads_hidden:
-        if x_TD is None:
+    if draft.hearing is not None:
+        if heard_TX is None:
             raise ValueError("expected the model's hidden states, got none")
-        hidden_TD = normed(x_TD, weights, "norm", spec)
+        hidden_TD = draft.hidden_of(weights, heard_TX, spec)
         before_TD = jnp.concatenate([jnp.zeros_like(hidden_TD[:1]), hidden_TD[:-1]])
         first_B = jnp.where(batch.count_B > 0, batch.start_B, hidden_TD.shape[0])
         before_TD = before_TD.at[first_B].set(last_hidden(kv), mode="drop")
         kv = with_hidden(kv, batch, hidden_TD, batch.count_B)
         own, _ = _predict(weights, kv.of_draft, batch, before_TD, draft=draft, axis=axis)
         return kv.with_draft(own)
-    own, _, _ = decoder.forward(
+    ran = decoder.forward(
         draft_of(weights),
         kv.of_draft,
         batch,
@@ -77,7 +87,7 @@ def follow(
         backend=draft.backend,
         axis=axis,
     )
-    return kv.with_draft(own)
+    return kv.with_draft(ran.kv)
 
 
 def draw_ahead(
@@ -108,7 +118,7 @@ def draw_ahead(
         i, own, token_B, ahead_Bk = carry
         live_B = (i < count_B).astype(jnp.int32)
         batch = packed(token_B[:, None], position_B + i, live_B)
-        own, x_BD, _ = decoder.forward(
+        own, x_BD, *_ = decoder.forward(
             draft_of(weights), own, batch, spec=draft.spec, backend=draft.backend, axis=axis
         )
         logits_BV = decoder.logits(draft_of(weights), x_BD, spec=draft.spec, axis=axis)
@@ -213,9 +223,12 @@ def predict_ahead(
     """Returns the state and what the layer that predicts draws behind the newest token of each row,
     [B, num_tokens] int32, as `draw_ahead` does.
 
-    Of a token that it has drawn it takes its own hidden state, behind its norm as the model's are,
-    in place of the model's. What it stores of such tokens is replaced when they are `fresh`.
+    Of a token that it has drawn it takes its own hidden state in place of the model's. What it
+    stores of such tokens is replaced when they are `fresh`.
     """
+    hearing = draft.hearing
+    if hearing is None:
+        raise TypeError("expected a layer that predicts, got a draft model")
     own, x_BD = catch_up(weights, kv, fresh, position_B, budget_B, draft=draft, axis=axis)
     shared = with_shared(draft_of(weights), weights)
 
@@ -228,7 +241,7 @@ def predict_ahead(
         i, own, x_BD, ahead_Bk = carry
         live_B = (i < budget_B - 1).astype(jnp.int32)
         batch = packed(ahead_Bk[:, i - 1, None], position_B + i, live_B)
-        hidden_BD = normed(x_BD, shared, "norm", draft.spec)
+        hidden_BD = chained(shared, x_BD, hearing, spec=draft.spec)
         own, x_BD = _predict(weights, own, batch, hidden_BD, draft=draft, axis=axis)
         return i + 1, own, x_BD, drawn(x_BD, i, ahead_Bk)
 

@@ -23,7 +23,6 @@ from jaxkv.config import Speculation
 from jaxkv.kv.state import PagedKV, copy_state
 from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
-from jaxkv.models.stream import normed
 from jaxkv.ops.attention import Backend
 from jaxkv.ops.prompt_lookup import look_up
 from jaxkv.ops.sampling import (
@@ -127,7 +126,7 @@ def speculative_loop(
         empty_sampled(width, num_rows, spec.vocab_size, num_logprobs),
         Drafts(none_B, none_B, none_Bk, none_Bk),
     )
-    if draft is not None and draft.reads_hidden:
+    if draft is not None and draft.hearing is not None:
         state = replace(state, fresh=Fresh.newest(kv, token_B, rows.budget_B > 0, most))
     own_B, num_slots = kv.rows[0].slot_B, _num_slots(kv, spec)
     advance = partial(
@@ -137,6 +136,7 @@ def speculative_loop(
         sampling=sampling,
         spec=spec,
         backend=backend,
+        draft=draft,
         num_logprobs=num_logprobs,
         axis=axis,
     )
@@ -285,6 +285,7 @@ def _advance(
     sampling: Sampling,
     spec: ModelSpec,
     backend: str | Backend,
+    draft: Draft | None,
     num_logprobs: int,
     axis: MeshAxes | None,
 ) -> _State:
@@ -301,7 +302,10 @@ def _advance(
     if slots_BA is not None:
         after_BA = slots_BA[:, :size]
         before = replace(before, rows=tuple(replace(x, after_BA=after_BA) for x in before.rows))
-    kv, x_TD, _ = decoder.forward(weights, before, batch, spec=spec, backend=backend, axis=axis)
+    hears = () if draft is None else draft.hears
+    kv, x_TD, _, heard_TX = decoder.forward(
+        weights, before, batch, spec=spec, backend=backend, axis=axis, hears=hears
+    )
     offset_1A = jnp.arange(size, dtype=jnp.int32)[None]
     index_BA = jnp.minimum(batch.start_B[:, None] + offset_1A, x_TD.shape[0] - 1)
     logits_SV = decoder.logits(weights, x_TD[index_BA.ravel()], spec=spec, axis=axis)
@@ -323,8 +327,8 @@ def _advance(
         last_slot_B = jnp.take_along_axis(slots_BA, last_B1, axis=1)[:, 0]
         slot_B = jnp.where(live_B, last_slot_B, slot_B)
     whole, fresh = state.kv, None
-    if state.fresh is not None:
-        hidden_TD = normed(x_TD, weights, "norm", spec)
+    if draft is not None and state.fresh is not None:
+        hidden_TD = draft.hidden_of(weights, heard_TX, spec)
         whole = with_hidden(whole, batch, hidden_TD, num_got_B)
         num_tokens = state.ahead_Bk.shape[1]
         fresh = Fresh.of(token_BA, num_got_B, hidden_TD[index_BA], num_tokens)

@@ -13,7 +13,7 @@ from typing import Any
 from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.memory import Memory
 from jaxkv.build.options import EngineOptions
-from jaxkv.build.speculation import check_draft, draft_options, own_predictor
+from jaxkv.build.speculation import check_draft, draft_options, own_predictor, read_draft
 from jaxkv.models.families import CONFIG, QUANTISATION, ConfigReader, read_config, read_family
 from jaxkv.tools.chips import GIB, Target
 from jaxkv.weights.hub import resolve_model
@@ -84,8 +84,8 @@ def deploy(
     devices, draft = target.counted_devices(), None
     drafting = draft_options(options, spec)
     if drafting is not None and drafting.model is not None:
-        own, own_layout = own_predictor(options, spec, layout) or read_family(
-            find_config(drafting.model)
+        own, own_layout = own_predictor(options, spec, layout) or read_draft(
+            find_config(drafting.model), options=options, spec=spec, layout=layout
         )
         check_draft(own, drafting, spec)
         draft = make_blueprint(drafting, own, own_layout, devices, keeps_all=True)

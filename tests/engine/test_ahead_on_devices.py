@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle3 import make_eagle
 from jaxkv.tools.chips import parse_target
 from jaxkv.tools.deployment import deploy
 from predicting import make_predicting
@@ -28,8 +29,7 @@ from jaxkv.testing import blueprint_of, engine_of, model_of
 
 compiled.row_buckets = lambda max_num_seqs, _: (max_num_seqs,)  # one loop
 jaxkv.engine.speculation.LEAST_GAIN = 0.0  # whatever comes of it
-path, draft, size, asked = sys.argv[1], sys.argv[2], *map(json.loads, sys.argv[3:])
-ahead = {"method": "draft_model", "model": draft} if draft else {"method": "mtp"}
+path, ahead, size, asked = sys.argv[1], *map(json.loads, sys.argv[2:])
 ahead |= {"num_speculative_tokens": 3, "disable_by_batch_size": 4}
 greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, allowed_token_ids=[5, 7, 9, 11])
 drawn = greedy.clone()
@@ -57,20 +57,20 @@ def run(size, **asked):
         "planned": blueprint_of(llm).page_nbytes * 60 + blueprint_of(llm).state_nbytes,
         "sizes": model_of(llm).weight_bytes - blueprint_of(llm).weight_bytes,
         "own head": max([0, *(one.data.nbytes for one in engine.draft["own_head"].addressable_shards)])
-                    if "own_head" in engine.draft else 0,
+                    if "own_head" in engine.draft and "head_tokens" not in engine.draft else 0,
     }
 
 print(json.dumps([run(1), run(size, **asked)]))
 """
 
 
-def runs(path: Path, draft: Path | None, size: int, **asked: object) -> list[dict]:
+def runs(path: Path, ahead: dict, size: int, **asked: object) -> list[dict]:
     """Returns what came of one device and of several."""
     flags = f"--xla_force_host_platform_device_count={size} --xla_backend_optimization_level=0"
     folder = str(Path(__file__).parents[1])
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     env["PYTHONPATH"] = os.pathsep.join([folder, env.get("PYTHONPATH", "")])
-    given = [str(path), str(draft or ""), json.dumps(size), json.dumps(asked)]
+    given = [str(path), *map(json.dumps, (ahead, size, asked))]
     done = subprocess.run(
         [sys.executable, "-c", RUN, *given],
         env=env,
@@ -90,7 +90,7 @@ def check(one: dict, several: dict) -> None:
     assert several["found"] == one["found"] > 0
     for own in (one, several):
         assert set(own["bytes"]) == {own["planned"]}
-        # No config says whether the layer has a head of its own.
+        # No config says whether the layer has a head of its own, unless it has fewer tokens.
         assert own["sizes"] == own["own head"]
 
 
@@ -113,7 +113,7 @@ PREDICTING = [
 )
 def test_a_layer_that_predicts(tmp_path, variant, size, changes, asked):
     path = make_predicting(tmp_path / "model", variant, own_head=True, **changes)
-    check(*runs(path, None, size, **asked))
+    check(*runs(path, {"method": "mtp"}, size, **asked))
 
 
 @pytest.mark.slow
@@ -132,7 +132,26 @@ def test_a_draft_model_with_other_heads(tmp_path, heads, own, size, asked):
         make_checkpoint(tmp_path / str(i), config | {"num_key_value_heads": one} | more)
         for i, (one, more) in enumerate(((heads, {}), (own, {"num_hidden_layers": 1})))
     ]
-    check(*runs(*made, size, **asked))
+    check(*runs(made[0], {"model": str(made[1])}, size, **asked))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "own", "changes"),
+    [
+        (2, 2, {}),  # 30 rows of its head each
+        (8, 4, {"draft_vocab_size": 152, "norm_before_residual": True}),
+        (8, 8, {}),  # whose 60 rows 8 devices do not divide
+    ],
+)
+def test_a_layer_that_was_trained_for_the_model(tmp_path, size, own, changes):
+    shape = {"vocab_size": 152, "num_attention_heads": 8, "head_dim": 8}
+    heads = {"num_key_value_heads": own}
+    path = make_checkpoint(tmp_path / "model", tiny_config("qwen3") | shape)
+    draft = make_eagle(tmp_path / "draft", path, **shape, **heads, **changes)
+    ahead = {"method": "eagle3", "model": str(draft)}
+    asked = {"decode_context_parallel_size": 2} if size == 8 else {}
+    check(*runs(path, ahead, size, **asked))
 
 
 def configs(folder: Path, *heads: tuple[int, int]) -> list[Path]:

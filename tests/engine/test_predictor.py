@@ -6,8 +6,7 @@ Before every step all memory that no request owns is NaN, the hidden states besi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,11 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import jaxkv.engine.speculation
-import jaxkv.programs.speculation
 from ahead import assert_same, counted, prompts_of
 from families import text_config
-from jaxkv import LLM, BeamSearchParams, SamplingParams
+from jaxkv import LLM, BeamSearchParams
 from jaxkv.errors import CheckpointError
 from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.layout import HeadMajorLayout, LaneRowsLayout
@@ -30,20 +27,22 @@ from jaxkv.testing import blueprint_of, engine_of
 from jaxkv.tools.chips import parse_target
 from jaxkv.tools.deployment import deploy
 from parity import torch
-from poison import poisoned
-from predicting import Reference, make_predicting
+from predicting import (
+    GREEDY,
+    NUM_AHEAD,
+    Reference,
+    check_proposals,
+    make_predicting,
+    noted,
+    sequences,
+)
 from tiny import SMALL, make_checkpoint
 
-__all__ = ["torch"]
+__all__ = ["noted", "torch"]
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
-ALLOWED = [5, 7, 9, 11]
-"""With so few tokens some of what is proposed holds, though nobody has trained the layer."""
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, allowed_token_ids=ALLOWED)
 DRAWN = replace(GREEDY, temperature=0.8, top_p=0.95, seed=3)
-NUM_AHEAD = 3
 AHEAD = {
     "speculative_config": {
         "method": "mtp",
@@ -51,41 +50,6 @@ AHEAD = {
         "disable_by_batch_size": SMALL["max_num_seqs"],
     }
 }
-LEAST_LEAD = 1e-3
-"""Of a token over the next likeliest, below which float32 may choose the other one."""
-
-
-@dataclass
-class Proposed:
-    """Every row's newest token, its position, and what was proposed behind it, in order."""
-
-    found: list[tuple[int, int, list[int]]] = field(default_factory=list)
-
-    def note(self, position_B, budget_B, token_BA, count_B, ahead_Bk) -> None:
-        for row in np.flatnonzero((budget_B > 1) & (count_B > 0)):
-            newest = int(token_BA[row, count_B[row] - 1])
-            ahead = ahead_Bk[row, : budget_B[row] - 1].tolist()
-            self.found.append((int(position_B[row]), newest, ahead))
-
-
-PROPOSED = Proposed()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _noted() -> Iterator[None]:
-    """Notes what is proposed, and proposes wherever it may, whatever that costs."""
-    predict_ahead = jaxkv.programs.speculation.predict_ahead
-
-    def noted(weights, kv, fresh, position_B, budget_B, *inputs, **options):
-        kv, ahead_Bk = predict_ahead(weights, kv, fresh, position_B, budget_B, *inputs, **options)
-        newest = (fresh.token_BA, fresh.count_B)
-        jax.debug.callback(PROPOSED.note, position_B, budget_B, *newest, ahead_Bk)
-        return kv, ahead_Bk
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxkv.programs.speculation, "predict_ahead", noted)
-        patch.setattr(jaxkv.engine.speculation, "LEAST_GAIN", 0.0)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -100,46 +64,6 @@ def ahead(model) -> LLM:
     """With so few pages that rows lose theirs."""
     few = SMALL | {"num_gpu_blocks_override": 20, "kv_host_bytes": 2**22}
     return LLM(model, **few, **AHEAD)
-
-
-def sequences(llm: LLM, prompts: list[dict], params: SamplingParams) -> list[list[int]]:
-    with poisoned(engine_of(llm)):
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    given = [output.prompt_token_ids for output in outputs]
-    return [
-        [*prompt, *one.token_ids]
-        for prompt, output in zip(given, outputs, strict=True)
-        for one in output.outputs
-    ]
-
-
-def check_proposals(reference: Reference, llm: LLM, prompts: list[dict], **more) -> list[list[int]]:
-    """Generates, and compares all that is proposed meanwhile."""
-    jax.effects_barrier()
-    PROPOSED.found.clear()
-    whole = sequences(llm, prompts, replace(GREEDY, **more))
-    jax.effects_barrier()
-    hidden = [reference.hidden(tokens) for tokens in whole]
-    compared, known = 0, {}
-    for position, newest, ahead in PROPOSED.found:
-        rows = [i for i, tokens in enumerate(whole) if tokens[position : position + 1] == [newest]]
-        fits = []
-        for i in rows:
-            if (key := (tuple(whole[i][: position + 1]), len(ahead))) not in known:
-                known[key] = reference.proposals(
-                    whole[i][: position + 1],
-                    hidden[i][:, : position + 1],
-                    ALLOWED,
-                    len(ahead[:NUM_AHEAD]),
-                )
-            sure = 0
-            while sure < len(known[key]) and known[key][sure][1] > LEAST_LEAD:
-                sure += 1
-            compared += sure
-            fits.append(ahead[:sure] == [token for token, _ in known[key][:sure]])
-        assert any(fits), (position, newest, ahead)
-    assert compared > 30
-    return whole
 
 
 VARIANTS = [

@@ -20,7 +20,10 @@ from jaxkv.models.quantisation import IN_CONFIG, read_beside, read_quantisation
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec
 
-SHARED = ("base", "delta", "experts", "hybrid", "latent", "ngrams", "predictor", "ssm", "streams")
+SHARED = (
+    *("base", "delta", "eagle", "experts", "hybrid", "latent"),
+    *("ngrams", "predictor", "ssm", "streams"),
+)
 """Files of this folder that are no family, but what several have in common."""
 
 FAMILIES = tuple(
@@ -150,6 +153,10 @@ another under their own name.
 """
 
 
+DRAFT_KEYS = ("draft_vocab_size", "speculators_model_type")
+"""Only configs of draft layers (`families.eagle`) have them, which are no models by themselves."""
+
+
 def read_config(directory: Path, name: str = CONFIG) -> ConfigReader:
     """Reads a JSON file of a model directory, config.json with what files beside it say of weights.
     Raises: CheckpointError if it is missing, too large or not a JSON object.
@@ -208,6 +215,13 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     Raises: CheckpointError for an unknown model_type, naming those that are spelt like it, and for
     rotary parameters that do not compute.
     """
+    for key in DRAFT_KEYS:
+        if config.get(key) is not None:
+            raise config.fail(
+                key,
+                "none in a model's; a draft layer is given with the model that it is for, as "
+                "speculative_config={'method': 'eagle3', 'model': ...}",
+            )
     outer = _renamed(config)
     config = _renamed(_text_part(outer))
     config.refuse("is_causal", True)
