@@ -36,8 +36,12 @@ def eagle_config(block: str = "llama", *, speculators: bool = False, **changes: 
     return {"transformer_layer_config": inner, **kind, **outer}
 
 
-def make_eagle(directory: Path, model: Path, *, prefix: str = "", **given: Any) -> Path:
-    """Writes a layer for the model. prefix: of the names of its tensors but the head's."""
+def make_eagle(
+    directory: Path, model: Path, *, prefix: str = "", embed_factor: float = 0.0, **given: Any
+) -> Path:
+    """Writes a layer for the model. prefix: of the names of its tensors but the head's.
+    embed_factor: it has the model's embeddings, multiplied by that.
+    """
     directory.mkdir(parents=True)
     config = eagle_config(**given)
     (directory / "config.json").write_text(json.dumps(config))
@@ -48,6 +52,9 @@ def make_eagle(directory: Path, model: Path, *, prefix: str = "", **given: Any) 
         tokens = [*ALLOWED[::2], *rng.permutation(np.arange(20, 151))[: NUM_HEAD - 2]]
         tensors["d2t"] = np.sort(tokens) - np.arange(NUM_HEAD)
         tensors["t2d"] = np.isin(np.arange(151), tokens)
+    if embed_factor:
+        embed = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+        tensors["embed_tokens.weight"] = embed * np.float32(embed_factor)
     if "transformer_layer_config" in config:
         tensors = {name.replace(BLOCK, "layers.0."): x for name, x in tensors.items()}
     bare = ("lm_head.weight", "d2t", "t2d")
@@ -127,6 +134,7 @@ class EagleReference:
         torch, block = self._torch, self._block
         embed = self._own.get("embed_tokens.weight", self.model.model.embed_tokens.weight)
         embedded = block.input_layernorm(embed[torch.tensor([tokens])])
+        embedded[:, 0] = 0
         normed = self._norm(hidden, self._hidden_norm)
         x = normed if self._config.get("norm_before_residual", self._is_speculators) else hidden
         positions = torch.arange(len(tokens))[None]

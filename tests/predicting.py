@@ -139,6 +139,7 @@ class Reference:
                 [self._norm(embedded, "enorm.weight"), self._norm(hidden, "hnorm.weight")], dim=-1
             )
             x = joined @ self._own["eh_proj.weight"].T
+            x[:, 0] = 0
             last = self._layer(inputs_embeds=x, use_cache=False).last_hidden_state[:, -1:]
             logits = (last @ self._own["shared_head.head.weight"].T)[0, 0, allowed]
             best, second = logits.topk(2).values.tolist()

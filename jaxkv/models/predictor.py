@@ -84,9 +84,20 @@ def predict(
     float32.
     """
     x_TD = normed(hidden_TD, weights, "hidden_norm", spec)
+    token_TD = decoder.embed(weights, batch.token_T, spec=spec, axis=axis)
+    # Layers are trained without an entry of the first token, before which there is none. Its keys
+    # and values are zeros (but for biases), which later tokens attend to the least.
+    is_first_T = jnp.asarray(batch.position_T) == 0
+    token_TD = jnp.where(is_first_T[:, None], 0, token_TD)
     if "join" in weights:
-        token_TD = decoder.embed(weights, batch.token_T, spec=spec, axis=axis)
         joined = [normed(token_TD, weights, "token_norm", spec), x_TD]
         x_TD = linear(jnp.concatenate(joined, axis=1), Matrix(weights["join"]))
-    ran = decoder.forward(weights, kv, batch, spec=spec, backend=backend, axis=axis, stream_TD=x_TD)
+    ran = decoder.forward(
+        *(weights, kv, batch),
+        spec=spec,
+        backend=backend,
+        axis=axis,
+        embedded_TD=token_TD,
+        stream_TD=x_TD,
+    )
     return ran.kv, ran.x_TD

@@ -24,7 +24,7 @@ from jaxkv.testing import blueprint_of, engine_of
 from jaxkv.tools.chips import parse_target
 from jaxkv.tools.deployment import deploy
 from parity import torch
-from predicting import GREEDY, NUM_AHEAD, check_proposals, noted, sequences
+from predicting import GREEDY, NUM_AHEAD, check_proposals, noted
 from tiny import SMALL, make_checkpoint, tiny_config
 
 __all__ = ["noted", "torch"]
@@ -63,6 +63,8 @@ FORMS = {
     "qwen3": {"block": "qwen3", "speculators": True, "norm_output": True},
     "norms": {"norm_before_fc": True, "fc_norm": True},
     "the model's vocabulary": {"draft_vocab_size": 151},
+    "a copy of embeddings": {"embed_factor": 1.0},
+    "other embeddings": {"embed_factor": 2.0},
     "hidden states": {"eagle_config": {"use_aux_hidden_state": False}},
 }
 
@@ -146,7 +148,6 @@ def test_embeddings_are_the_models_unless_others_are_stored(tmp_path, model, is_
     llm = LLM(model, **SMALL, **ahead_by(made))
     names = {"own_tokens", "own_head"} & set(engine_of(llm).draft)
     assert names == (set() if is_same else {"own_tokens", "own_head"})
-    assert sequences(llm, prompts_of(151, 2), GREEDY)
 
 
 def write(directory: Path, config: dict) -> Path:
