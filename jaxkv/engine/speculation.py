@@ -20,9 +20,10 @@ from jaxkv.programs.compiled import Programs
 from jaxkv.programs.speculation import Drafts
 from jaxkv.requests.request import Request
 
-WIDE_COST = 2.0
-"""What a step that verifies proposals is taken to cost, in steps without (docs/speculation.md). To
-it comes what a draft model takes.
+WIDE_COSTS = {"cpu": 2.0}
+WIDE_COST = 1.25
+"""What a step that verifies proposals is taken to cost, in steps without (docs/speculation.md): on
+these platforms, and on others. To it comes what a draft model takes.
 """
 
 FIRST_GAIN = 1.5
@@ -70,7 +71,9 @@ class Speculator:
             num_times -= 1
             if "own_head" not in own:
                 read += bytes_per_device(head_of(programs.weights))
-        self._wide_cost = WIDE_COST + num_times * read / bytes_per_device(programs.weights)
+        platform = programs.device.platform
+        part = num_times * read / bytes_per_device(programs.weights)
+        self._wide_cost = WIDE_COSTS.get(platform, WIDE_COST) + part
         self._shape = (config.max_num_seqs, config.max_len)
         self._rows: dict[int, _Row] = {}
         self._text_RN: Any = None

@@ -87,7 +87,7 @@ class Programs:
         self.draft = draft
         self.placement = placement
         self.token_buckets = token_buckets(config.max_num_batched_tokens)
-        self.row_buckets = row_buckets(config.max_num_seqs, self._device.platform)
+        self.row_buckets = row_buckets(config.max_num_seqs, self.device.platform)
         self.drawn_rows = drawn_rows(config.max_num_seqs)
         self.compile_s = 0.0
         """Seconds in which something was compiled."""
@@ -396,7 +396,7 @@ class Programs:
                 self.waited_s += time.perf_counter() - started
 
     @property
-    def _device(self) -> jax.Device:
+    def device(self) -> jax.Device:
         """Returns one of the devices that they are for."""
         return jax.devices()[0] if self.placement is None else self.placement.devices[0]
 
@@ -405,7 +405,7 @@ class Programs:
         """Counts the compilations at a time, which run outside Python's lock. libtpu 0.0.42.1 has
         died of two.
         """
-        return 1 if self._device.platform == "tpu" else 2
+        return 1 if self.device.platform == "tpu" else 2
 
     def _get(self, kind: str, size: int) -> Compiled:
         key = (kind, size)
@@ -444,7 +444,7 @@ class Programs:
 
     @property
     def _options(self) -> Mapping[str, str] | None:
-        return compiler_options(self._device, self._lowerings.weights)
+        return compiler_options(self.device, self._lowerings.weights)
 
     def _parts(self, name: str) -> dict[str, Any]:
         """Returns what a program depends on beside its arguments."""
