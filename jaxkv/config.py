@@ -154,11 +154,6 @@ class Speculation:
         """Tells whether proposals are looked up in what rows have so far."""
         return self.method == "ngram"
 
-    @property
-    def reads_hidden(self) -> bool:
-        """Tells whether proposals are made of the model's hidden states."""
-        return self.method in ("mtp", "eagle3")
-
 
 NO_NUMBERS = ("kv_policy", "windows", "has_contexts", "pooled", "speculation")
 """These limits are of other kinds; all others are whole numbers."""

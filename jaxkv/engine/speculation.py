@@ -64,10 +64,10 @@ class Speculator:
         self._programs = programs
         self._reads_text = speculation.reads_text
         # A step of few rows costs what it reads, mostly weights: a draft model's once per proposal,
-        # and once more to store the last one. A layer of the model's own has the model's head.
+        # and once more to store the last one; a layer that predicts may have the model's head.
         own = {name: x for name, x in programs.draft_weights.items() if name != "own_tokens"}
         num_times, read = speculation.num_tokens + 1, bytes_per_device(own)
-        if speculation.reads_hidden:
+        if programs.draft is not None and programs.draft.hearing is not None:
             num_times -= 1
             if "own_head" not in own:
                 read += bytes_per_device(head_of(programs.weights))
