@@ -4,12 +4,16 @@ not.
     python scripts/bench_speculation.py                # the demo model
     python scripts/bench_speculation.py --ahead 4 --rounds 5
     python scripts/bench_speculation.py --draft-layers 1
+    python scripts/bench_speculation.py --model DIR --cost --options '{"load_format": "dummy"}'
 
 Two engines take turns, one without and one with speculation: one row that goes on with a function
 which stands twice in its prompt, greedily; one row of random text; and many rows of random text,
 which are more than speculate. By CPU time too, which other work on the machine changes less. Last
 the tokens of both are compared. With --draft-layers a draft model proposes: the model itself
 without its later layers. Then each function stands once in its prompt, greedily and drawn.
+
+With --cost 1, 2, 4 and 8 equal rows run greedily from a prompt that repeats itself; by the time of
+both engines, what a step that verifies proposals costs is told in steps without.
 """
 
 from __future__ import annotations
@@ -47,8 +51,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--draft-layers", type=int, default=0, help="of a draft model (0: none)")
     parser.add_argument("--always", action="store_true", help="propose whether it gains or not")
+    parser.add_argument("--cost", action="store_true", help="what steps with proposals cost")
+    parser.add_argument("--options", type=json.loads, default={}, help="of both engines, as JSON")
     args = parser.parse_args()
-    if args.always:
+    if args.always or args.cost:
         jaxkv.engine.speculation.LEAST_GAIN = 0.0
     asked: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": args.ahead}
     if args.draft_layers:
@@ -57,7 +63,10 @@ def main() -> None:
         asked |= {"method": "draft_model", "model": folder.name}
     else:
         asked |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    if args.cost:
+        asked |= {"prompt_lookup_min": 1, "disable_by_batch_size": min(args.rows, 8)}
     limits = {"max_num_seqs": args.rows, "max_model_len": 1024, "lazy_compile": True}
+    limits |= args.options
     engines = [
         LLM(args.model, **limits),
         LLM(args.model, **limits, speculative_config=asked),
@@ -65,6 +74,10 @@ def main() -> None:
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
     for line in engines[1].describe().splitlines()[:4]:
         print(line)
+    if args.cost:
+        for num_rows in (1, 2, 4, 8):
+            print(json.dumps(cost(engines, num_rows, args.tokens, args.rounds)), flush=True)
+        return
     greedy = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
     drawn = SamplingParams(temperature=1.0, seed=0, max_tokens=args.tokens, ignore_eos=True)
     rng = random.Random(0)
@@ -131,19 +144,51 @@ def compare(
             round(num_tokens / statistics.median(wall for wall, _ in each)) for each in taken
         ],
         "same_tokens": tokens[0] == tokens[1],
-        "drafted": after[0] - before[0],
-        "accepted": after[1] - before[1],
+        "drafted": after[1] - before[1],
+        "accepted": after[2] - before[2],
         "of_tokens": num_tokens * (rounds + 1),
     }
     print(json.dumps(found), flush=True)
 
 
-def counters(llm: LLM) -> tuple[int, int]:
-    """Returns how many tokens were proposed, and how many of them held."""
+def cost(engines: list[LLM], num_rows: int, num_tokens: int, rounds: int) -> dict[str, Any]:
+    """Returns what a step costs in which proposals of all rows are verified, in plain steps, the
+    median over rounds. Rows are alike, and so take the same steps.
+    """
+    prompts = [{"prompt_token_ids": [5, 6] * 8}] * num_rows
+
+    def run(llm: LLM, count: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        started = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - started
+
+    found = []
+    for number in range(rounds + 1):
+        before = counters(engines[1])
+        plain_s, ahead_s = (run(llm, num_tokens) - run(llm, 1) for llm in engines)
+        after = counters(engines[1])
+        drafts, _, accepted = (
+            (now - then) / num_rows for now, then in zip(after, before, strict=True)
+        )
+        num_plain = num_tokens - 1 - accepted - drafts
+        if number:  # the first round compiles
+            found.append(((num_tokens - 1) * ahead_s / plain_s - num_plain) / max(1, drafts))
+    return {
+        "rows": num_rows,
+        "steps_ahead": drafts,
+        "accepted": accepted,
+        "of_tokens": num_tokens,
+        "cost": round(statistics.median(found), 2),
+    }
+
+
+def counters(llm: LLM) -> tuple[int, int, int]:
+    """Returns how often tokens were proposed, how many, and how many of them held."""
     values = {one.name: getattr(one, "value", 0) for one in llm.get_metrics()}
-    names = ("draft_tokens", "accepted_tokens")
-    drafted, accepted = (int(values[f"jaxkv:spec_decode_num_{name}"]) for name in names)
-    return drafted, accepted
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    drafts, drafted, accepted = (int(values[f"jaxkv:spec_decode_num_{name}"]) for name in names)
+    return drafts, drafted, accepted
 
 
 if __name__ == "__main__":

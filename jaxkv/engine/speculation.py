@@ -20,10 +20,9 @@ from jaxkv.programs.compiled import Programs
 from jaxkv.programs.speculation import Drafts
 from jaxkv.requests.request import Request
 
-WIDE_COSTS = {"cpu": 2.0}
-WIDE_COST = 1.25
-"""What a step that verifies proposals is taken to cost, in steps without (docs/speculation.md): on
-these platforms, and on others. To it comes what a draft model takes.
+CPU_COSTS, OTHER_COSTS = (1.2, 0.08), (1.15, 0.005)
+"""What a step that verifies proposals is taken to cost, in steps without (docs/speculation.md): so
+much, and so much for each token that it may verify. To it comes what a draft model takes.
 """
 
 FIRST_GAIN = 1.5
@@ -71,9 +70,9 @@ class Speculator:
             num_times -= 1
             if "own_head" not in own:
                 read += bytes_per_device(head_of(programs.weights))
-        platform = programs.device.platform
-        part = num_times * read / bytes_per_device(programs.weights)
-        self._wide_cost = WIDE_COSTS.get(platform, WIDE_COST) + part
+        least, each = CPU_COSTS if programs.device.platform == "cpu" else OTHER_COSTS
+        self._least_cost = least + num_times * read / bytes_per_device(programs.weights)
+        self._row_cost = each * speculation.num_tokens
         self._shape = (config.max_num_seqs, config.max_len)
         self._rows: dict[int, _Row] = {}
         self._text_RN: Any = None
@@ -127,7 +126,8 @@ class Speculator:
         self.num_drafts += int(drafted_Bk[:, 0].sum())
         self.drafted_k += drafted_Bk.sum(axis=0)
         self.accepted_k += accepted_Bk.sum(axis=0)
-        steps_B, cost_B = plain_B + wide_B, plain_B + self._wide_cost * wide_B
+        wide_cost = self._least_cost + self._row_cost * len(rows)
+        steps_B, cost_B = plain_B + wide_B, plain_B + wide_cost * wide_B
         num_B = steps_B + accepted_Bk.sum(axis=1)
         for row, steps, gain in zip(
             rows, steps_B.tolist(), (num_B / np.maximum(cost_B, 1)).tolist(), strict=False
