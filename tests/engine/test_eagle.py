@@ -15,15 +15,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import parity
 from ahead import assert_same, counted, prompts_of
 from eagle3 import EagleReference, eagle_config, make_eagle
-from families import text_config
+from families import hf_config, make_hf_model, text_config
 from jaxkv import LLM
 from jaxkv.errors import CheckpointError
-from jaxkv.testing import blueprint_of, engine_of
+from jaxkv.models import decoder
+from jaxkv.testing import blueprint_of, engine_of, model_of
 from jaxkv.tools.chips import parse_target
 from jaxkv.tools.deployment import deploy
-from parity import torch
+from parity import prompts, tiny_llm, torch
 from predicting import GREEDY, NUM_AHEAD, check_proposals, noted
 from tiny import SMALL, make_checkpoint, tiny_config
 
@@ -81,6 +83,31 @@ def test_proposals_of_other_forms_are_what_their_tensors_say(torch, tmp_path, mo
     llm = LLM(model, **SMALL, **ahead_by(made))
     check_proposals(EagleReference(torch, model, made), llm, prompts_of(151, 6)[2:])
     assert counted(llm)["at 1"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "variant",
+    ["cohere2", "deepseek_v3", "gemma2", "gpt_neox", "gpt_oss", "granite", "nemotron_h"],
+)
+def test_what_is_heard_is_what_comes_into_transformers_layers(
+    torch, tmp_path, monkeypatch, variant
+):
+    model = make_hf_model(torch, hf_config(variant), tmp_path)
+    llm = tiny_llm(tmp_path)
+    num_layers, tokens = model_of(llm).spec.num_layers, prompts()[-1]
+
+    def heard(weights, kv, batch, *, spec, backend) -> jax.Array:
+        hears = tuple(range(num_layers))
+        ran = decoder.forward(weights, kv, batch, spec=spec, backend=backend, hears=hears)
+        return ran.heard_TX
+
+    heard = jax.jit(heard, static_argnames=("spec", "backend"))
+    monkeypatch.setattr(parity, "all_logits", heard)
+    (got,) = parity.logits_of(llm, [tokens])
+    found = model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+    want = torch.cat(found.hidden_states[:num_layers], dim=-1)[0].numpy()
+    assert np.abs(got - want).max() < 1e-3 * want.std()
 
 
 @pytest.mark.slow
@@ -205,7 +232,7 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path, model, draft):
         save_file(changed, broken / "model.safetensors")
         with pytest.raises(CheckpointError, match=message):
             LLM(model, **SMALL, **ahead_by(broken))
-    for variant in ("gemma3n_text", "deepseek_v4"):
+    for variant in ("gemma3n_text", "deepseek_v4", "dory", "rwkv"):
         config = text_config(variant)
         other = write(tmp_path / variant, config)
         changes = {"vocab_size": config["vocab_size"], "hidden_size": config["hidden_size"]}

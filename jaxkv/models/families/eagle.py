@@ -102,11 +102,16 @@ def read_eagle(config: ConfigReader, spec: ModelSpec, layout: Layout) -> tuple[M
 
 
 def _check_stream(spec: ModelSpec, layout: Layout) -> None:
-    scales, has_router = spec.scales, any(ROUTER in one for one in layout.layers)
-    if scales.hyper is not None or scales.depth is not None or spec.has_shortcut or has_router:
+    """Raises: NotImplementedError for a model with more than a stream between layers, or whose
+    layers are not those that its config counts (recurrent layers alone may be halves).
+    """
+    scales = spec.scales
+    has_more = scales.hyper is not None or scales.depth is not None or spec.has_shortcut
+    has_more = has_more or any(ROUTER in one for one in layout.layers)
+    if has_more or scales.passes or not spec.kv_layers:
         raise NotImplementedError(
-            f"speculative_config: method 'eagle3': expected a model of one stream from layer to "
-            f"layer, got {spec.family}"
+            f"speculative_config: method 'eagle3': expected a model of one stream, whose layers "
+            f"attend, got {spec.family}"
         )
 
 
