@@ -5,6 +5,7 @@ states back.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import copy
 import logging
 import sys
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from jaxkv.api.llm import LLM, Conversation
 from jaxkv.api.pooling import PoolingCall
@@ -215,6 +217,7 @@ class EngineThread:
 
     def start(self) -> None:
         self._thread.start()
+        _STARTED.add(self._thread)
 
     def post(self, command: Callable[[], None]) -> None:
         """Has the command run between two steps, or never if the thread ends before. Safe in a
@@ -447,3 +450,19 @@ class EngineThread:
                 command.refuse(_dead(cause))
         for outbox in self._outboxes.values():
             outbox.send(last=True)
+
+
+_STARTED: WeakSet[threading.Thread] = WeakSet()
+
+
+def _join_all() -> None:
+    """Waits for threads whose engines were forgotten just now: they have been told to stop, and
+    Python must not end under one that gives its engine's memory back.
+    """
+    for thread in list(_STARTED):
+        thread.join()
+
+
+# What is registered last is called first: JAX has registered when it was imported, and each engine
+# that is not forgotten registers when it is made.
+atexit.register(_join_all)

@@ -1284,10 +1284,11 @@ ENDINGS = {
     "nothing was asked": ("print(False)", 0),
     "a request was closed just now": ("asyncio.run(exit())", 3),
     "a hundred run": ("leave()", 0),
+    "it was forgotten just now": ("print(asyncio.run(first())[0]); del llm", 0),
 }
 
 
-@pytest.mark.parametrize("ending", some(ENDINGS, "a hundred run"))
+@pytest.mark.parametrize("ending", some(ENDINGS, "a hundred run", "it was forgotten just now"))
 def test_a_program_may_end_without_shutdown(checkpoint, ending):
     end, code = ENDINGS[ending]
     program = UNFINISHED.format(end=end)
