@@ -4,8 +4,10 @@ together to that layer, and the comparison of all that is proposed with it.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import jaxkv.engine.speculation
 import jaxkv.programs.speculation
 from families import text_config
 from jaxkv import LLM, SamplingParams
+from jaxkv.engine.engine import Engine
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.families.predictor import DEEPSEEK, PREDICTING, read_predictor
 from jaxkv.testing import engine_of
@@ -179,6 +182,16 @@ def noted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxkv.programs.speculation, "predict_ahead", note)
         patch.setattr(jaxkv.engine.speculation, "LEAST_GAIN", 0.0)
+        yield
+
+
+@contextmanager
+def proposing_every_other_time(engine: Engine) -> Iterator[None]:
+    """Has every second loop that would propose tokens propose none."""
+    turns, wants = itertools.count(), engine._speculator.wants
+    with pytest.MonkeyPatch.context() as patch:
+        every_other = lambda requests: next(turns) % 2 == 0 and wants(requests)  # noqa: E731
+        patch.setattr(engine._speculator, "wants", every_other)
         yield
 
 

@@ -744,7 +744,7 @@ class LLM(PoolingCalls):
             if self._model.draft is not None and blueprint.draft is not None:
                 draft, names = self._model.draft, WeightNames()
                 own = origin_of(draft, draft.weights, blueprint.draft, "", names)
-                depends_on.append(repr((own, blueprint.draft.layout.hearing)))
+                depends_on.append(repr((own, blueprint.draft.layout.hidden_states)))
         root = root_key(secrets.token_bytes(32) if secret is None else secret, *depends_on)
         engine, front = self._engine, self._front
         return Intake(

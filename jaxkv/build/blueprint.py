@@ -235,7 +235,7 @@ class Blueprint:
         a page of one token, on a TPU in rows of 128 lanes, as XLA would copy the store wherever it
         writes else; None where nothing reads it.
         """
-        if self.draft is None or self.draft.layout.hearing is None:
+        if self.draft is None or self.draft.layout.hidden_states is None:
             return None
         size = self.draft.spec.hidden_size
         kind = LaneRowsLayout if self.platform == "tpu" else HeadMajorLayout
@@ -333,7 +333,9 @@ class Blueprint:
         draft = self.draft
         if draft is None:
             return None
-        return Draft(spec=draft.spec, backend=draft.attention, hearing=draft.layout.hearing)
+        return Draft(
+            spec=draft.spec, backend=draft.attention, hidden_states=draft.layout.hidden_states
+        )
 
     def empty_adapters(self) -> dict[str, Any]:
         """Allocates room for the adapters of requests; {} without enable_lora."""

@@ -66,7 +66,7 @@ class Speculator:
         # and once more to store the last one; a layer that predicts may have the model's head.
         own = {name: x for name, x in programs.draft_weights.items() if name != "own_tokens"}
         num_times, read = speculation.num_tokens + 1, bytes_per_device(own)
-        if programs.draft is not None and programs.draft.hearing is not None:
+        if programs.draft is not None and programs.draft.hidden_states is not None:
             num_times -= 1
             if "own_head" not in own:
                 read += bytes_per_device(head_of(programs.weights))

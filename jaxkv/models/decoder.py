@@ -40,13 +40,13 @@ BEFORE_HEAD = ("head_dense", "head_dense_bias", "head_norm", "head_norm_bias")
 class Ran(NamedTuple):
     """Holds what `forward` returns: the new state (lengths grown by the step's tokens), the hidden
     states [T, D] float32 before the final norm, the statistics with those of the step added, and
-    heard_TX: the streams that were asked for side by side, the hidden states where none was.
+    aux_TX: the streams that were asked for side by side, the hidden states where none was.
     """
 
     kv: PagedKV
     x_TD: jax.Array
     statistics: Statistics | None
-    heard_TX: jax.Array
+    aux_TX: jax.Array
 
 
 def forward(
@@ -60,7 +60,7 @@ def forward(
     axis: MeshAxes | None = None,
     embedded_TD: jax.Array | None = None,
     stream_TD: jax.Array | None = None,
-    hears: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
 ) -> Ran:
     """Runs the packed tokens through all layers and stores their keys and values.
 
@@ -68,8 +68,9 @@ def forward(
     in `logits`. embedded_TD: what goes in, as `embed` gives it, in place of the batch's tokens; who
     gives that may want its gradient, so each layer is then computed again on the way back, which
     would else keep a copy of the weights. stream_TD: what comes into the first layer in place of
-    the embeddings, which layers may read beside it. hears: the layers of which the streams that
-    come into them are asked for, in order; the number of layers is what comes out of the last one.
+    the embeddings, which layers may read beside it. aux_layers: the layers, in order, of which the
+    streams that come into them are asked for (auxiliary hidden states); the number of layers is
+    what comes out of the last one.
     Cost: every array but the pages is of size T.
     """
     attention = BACKENDS[backend] if isinstance(backend, str) else backend
@@ -87,7 +88,7 @@ def forward(
     x_TD = moved(normed(x_TD, weights, "embed_norm", spec), weights, "embed")
     x_TD = jnp.where(batch.is_row_T[:, None], x_TD, 0)  # nothing is multiplied with rows of zeros
     own_LTP = _per_layer(weights, batch.token_T, x_TD, spec) if "own_embed" in weights else None
-    layers = Layers(weights, kv, batch, attend, own_LTP, x_TD, hears, spec=spec, axis=axis)
+    layers = Layers(weights, kv, batch, attend, own_LTP, x_TD, aux_layers, spec=spec, axis=axis)
     if stream_TD is not None:
         x_TD = jnp.where(batch.is_row_T[:, None], stream_TD, 0)
     # The pools are carried whole, with the layer's number beside them: as scan xs/ys they would be
@@ -101,18 +102,18 @@ def forward(
             view_TX=routing.empty(x_TD.shape[0], weights),
             kept_STD=passes.empty(x_TD, batch.is_row_T, weights, spec),
             given=depth.empty(x_TD, spec),
-            heard_STD=jnp.zeros((len(hears), *x_TD.shape), jnp.float32) if hears else None,
+            aux_STD=jnp.zeros((len(aux_layers), *x_TD.shape), jnp.float32) if aux_layers else None,
         )
         carry = (hyper.spread(altup.spread(x_TD, weights), spec), held)
         layer = jax.checkpoint(layers) if runs_again else layers
         x, held = jax.lax.fori_loop(0, spec.num_layers, layer, carry)
     x_TD = altup.joined(hyper.joined(x, weights, spec), weights)
     x_TD = depth.joined(x_TD, held.given, weights)
-    heard = [x_TD] if held.heard_STD is None else list(held.heard_STD)
-    if hears[-1:] == (spec.num_layers,):
-        heard[-1] = x_TD
+    aux = [x_TD] if held.aux_STD is None else list(held.aux_STD)
+    if aux_layers[-1:] == (spec.num_layers,):
+        aux[-1] = x_TD
     statistics = _of_all_devices(held.statistics, statistics, axis)
-    return Ran(attend.state(held), x_TD, statistics, jnp.concatenate(heard, axis=1))
+    return Ran(attend.state(held), x_TD, statistics, jnp.concatenate(aux, axis=1))
 
 
 def _sinusoid(position_T: jax.Array, asked: Sinusoid, spec: ModelSpec) -> jax.Array:
@@ -178,9 +179,8 @@ def logits(
     if spec.scales.logit_cap:
         part_TV = soft_cap(part_TV, spec.scales.logit_cap)
     offset_H = weights.get(HEAD_TOKENS)
-    if axis is not None and part_TV.shape[1] < (
-        spec.vocab_size if offset_H is None else len(offset_H)
-    ):
+    num_rows = spec.vocab_size if offset_H is None else len(offset_H)
+    if axis is not None and part_TV.shape[1] < num_rows:
         part_TV = jax.lax.all_gather(part_TV, axis, axis=1, tiled=True)
     if offset_H is None:
         return part_TV

@@ -101,7 +101,7 @@ class Layers:
     """Runs the layers of one step by their number.
 
     own_LTP: what each layer gets of the tokens beside the stream, None for nothing. embedded_TD:
-    the tokens' embeddings. hears, axis: as in `decoder.forward`.
+    the tokens' embeddings. aux_layers, axis: as in `decoder.forward`.
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class Layers:
         attend: PagedAttention,
         own_LTP: jax.Array | None,
         embedded_TD: jax.Array,
-        hears: tuple[int, ...],
+        aux_layers: tuple[int, ...],
         *,
         spec: ModelSpec,
         axis: MeshAxes | None,
     ) -> None:
         self._weights, self._spec, self._axis = weights, spec, axis
         self._embedded_TD = embedded_TD
-        # Past the last one for layers that nobody hears.
-        self._place_L = np.full(spec.num_layers + 1, len(hears), np.int32)
-        self._place_L[list(hears)] = range(len(hears))
+        # Past the last one for all other layers.
+        self._place_L = np.full(spec.num_layers + 1, len(aux_layers), np.int32)
+        self._place_L[list(aux_layers)] = range(len(aux_layers))
         self._kv, self._batch = kv, batch
         self._attend, self._own_LTP = attend, own_LTP
         contexts, growth_C = _contexts(kv, batch), weights.get("rope_growth")
@@ -138,9 +138,9 @@ class Layers:
             norm = partial(normed, w={}, name="norm", spec=self._spec)
             x, kept_STD = passes.begin(x, held.kept_STD, number, norm, self._spec)
             held = held._replace(kept_STD=kept_STD)
-        if held.heard_STD is not None:
+        if held.aux_STD is not None:
             place = jnp.asarray(self._place_L)[number]
-            held = held._replace(heard_STD=held.heard_STD.at[place].set(x, mode="drop"))
+            held = held._replace(aux_STD=held.aux_STD.at[place].set(x, mode="drop"))
         if len(self._bodies) == 1:
             return self._bodies[0](number, (x, held))
         return jax.lax.switch(jnp.asarray(self._kind_L)[number], self._bodies, number, (x, held))

@@ -42,7 +42,7 @@ class Held(NamedTuple):
     the stream behind the next layer (`ModelSpec.has_shortcut`). before: what layers of latent
     attention leave to those behind them. view_TX: what routers do (`models.routing`).
     kept_STD: what was kept of the stream (`models.passes`). given: what layers have given.
-    heard_STD: the streams that come into the layers that `decoder.forward` is to hear.
+    aux_STD: the streams that have come into the `aux_layers` of `decoder.forward`.
     """
 
     stores: tuple[Pools, ...]
@@ -53,7 +53,7 @@ class Held(NamedTuple):
     view_TX: jax.Array | None = None
     kept_STD: jax.Array | None = None
     given: depth.Given | None = None
-    heard_STD: jax.Array | None = None
+    aux_STD: jax.Array | None = None
 
 
 class PagedAttention:

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from jaxkv.axes import MeshAxes
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import decoder
-from jaxkv.models.spec import Hearing, ModelSpec
+from jaxkv.models.spec import HiddenStates, ModelSpec
 from jaxkv.models.stream import normed
 from jaxkv.ops.attention import Attention, Batch
 from jaxkv.ops.layers import linear
 from jaxkv.ops.matrices import Matrix
 from jaxkv.weights.tree import HEAD, Weights, draft_of
 
-HEAR, HEARD_NORM, EACH_NORM = "hear", "heard_norm", "heard_norm_{}"
+AUX_JOIN, AUX_NORM, EACH_NORM = "aux_join", "aux_norm", "aux_norm_{}"
 """Leaves that make one hidden state of several streams side by side: a matrix [D, S * D], and
 before it a norm over all of them or one of each.
 """
@@ -45,25 +45,32 @@ def with_shared(own: Weights, weights: Weights) -> Weights:
 
 
 def hidden_of(
-    weights: Weights, heard_TX: jax.Array, hearing: Hearing, *, spec: ModelSpec, own: ModelSpec
+    weights: Weights,
+    aux_TX: jax.Array,
+    hidden_states: HiddenStates,
+    *,
+    spec: ModelSpec,
+    own: ModelSpec,
 ) -> jax.Array:
-    """Makes the hidden states that the layer takes, [T, D] float32, of what it hears of its model
+    """Makes the hidden states that the layer takes, [T, D] float32, of what it takes of its model
     (`decoder.forward`). weights: of both. spec, own: the model's and the layer's.
     """
-    if not hearing.layers:
-        return normed(heard_TX, weights, "norm", spec)
+    if not hidden_states.layers:
+        return normed(aux_TX, weights, "norm", spec)
     draft = draft_of(weights)
-    heard_TX = normed(heard_TX, draft, HEARD_NORM, own)
-    parts = jnp.split(heard_TX, len(hearing.layers), axis=1)
+    aux_TX = normed(aux_TX, draft, AUX_NORM, own)
+    parts = jnp.split(aux_TX, len(hidden_states.layers), axis=1)
     each = [normed(x_TD, draft, EACH_NORM.format(i), own) for i, x_TD in enumerate(parts)]
-    return linear(jnp.concatenate(each, axis=1), Matrix(draft[HEAR]))
+    return linear(jnp.concatenate(each, axis=1), Matrix(draft[AUX_JOIN]))
 
 
-def chained(weights: Weights, x_TD: jax.Array, hearing: Hearing, *, spec: ModelSpec) -> jax.Array:
+def chained(
+    weights: Weights, x_TD: jax.Array, hidden_states: HiddenStates, *, spec: ModelSpec
+) -> jax.Array:
     """Returns what stands in place of `hidden_of` for tokens that the layer has drawn, of what
     `predict` has made. weights: as `with_shared` returns them.
     """
-    return normed(x_TD, weights, "norm", spec) if hearing.chains_normed else x_TD
+    return normed(x_TD, weights, "norm", spec) if hidden_states.chains_normed else x_TD
 
 
 def predict(

@@ -346,7 +346,7 @@ class StateSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hearing:
+class HiddenStates:
     """Says what a layer that predicts (`models.predictor`) takes of its model: the streams that
     come into these layers of it, the number of layers for what comes out of the last one; () for
     that behind the final norm. chains_normed: of a token that it has drawn itself it takes its own

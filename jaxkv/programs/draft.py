@@ -23,7 +23,7 @@ from jaxkv.axes import MeshAxes
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import decoder
 from jaxkv.models.predictor import chained, hidden_of, predict, with_shared
-from jaxkv.models.spec import Hearing, ModelSpec
+from jaxkv.models.spec import HiddenStates, ModelSpec
 from jaxkv.ops.attention import Backend, Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling, sample
 from jaxkv.pytree import pytree
@@ -32,31 +32,31 @@ from jaxkv.weights.tree import Weights, draft_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """Says of a draft model what programs have as `spec` and `backend` of the model. hearing: what
-    it takes of the model, where it is a layer that predicts out of that.
+    """Says of a draft model what programs have as `spec` and `backend` of the model. hidden_states:
+    what it takes of the model, where it is a layer that predicts out of that.
     """
 
     spec: ModelSpec
     backend: str | Backend
-    hearing: Hearing | None = None
+    hidden_states: HiddenStates | None = None
 
     @property
-    def hears(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Returns the layers of the model whose streams it takes (`decoder.forward`)."""
-        return () if self.hearing is None else self.hearing.layers
+        return () if self.hidden_states is None else self.hidden_states.layers
 
-    def hidden_of(self, weights: Weights, heard_TX: jax.Array, spec: ModelSpec) -> jax.Array:
+    def hidden_of(self, weights: Weights, aux_TX: jax.Array, spec: ModelSpec) -> jax.Array:
         """Makes what it takes of the model, of this spec, [T, D]."""
-        if self.hearing is None:
+        if self.hidden_states is None:
             raise TypeError("expected a layer that predicts, got a draft model")
-        return hidden_of(weights, heard_TX, self.hearing, spec=spec, own=self.spec)
+        return hidden_of(weights, aux_TX, self.hidden_states, spec=spec, own=self.spec)
 
 
 def follow(
     weights: Weights,
     kv: PagedKV,
     batch: Batch,
-    heard_TX: jax.Array | None,
+    aux_TX: jax.Array | None,
     draft: Draft | None,
     *,
     spec: ModelSpec,
@@ -64,15 +64,15 @@ def follow(
 ) -> PagedKV:
     """Has the draft model store its keys and values of a step's tokens; the same state without one.
 
-    kv: with the rows as they are before the step, which they are in what it returns too. heard_TX:
-    what the draft model hears of the model, of this spec, if anything.
+    kv: with the rows as they are before the step, which they are in what it returns too. aux_TX:
+    those streams of the model, of this spec, that the draft model takes, if any.
     """
     if draft is None:
         return kv
-    if draft.hearing is not None:
-        if heard_TX is None:
+    if draft.hidden_states is not None:
+        if aux_TX is None:
             raise ValueError("expected the model's hidden states, got none")
-        hidden_TD = draft.hidden_of(weights, heard_TX, spec)
+        hidden_TD = draft.hidden_of(weights, aux_TX, spec)
         before_TD = jnp.concatenate([jnp.zeros_like(hidden_TD[:1]), hidden_TD[:-1]])
         first_B = jnp.where(batch.count_B > 0, batch.start_B, hidden_TD.shape[0])
         before_TD = before_TD.at[first_B].set(last_hidden(kv), mode="drop")
@@ -226,8 +226,8 @@ def predict_ahead(
     Of a token that it has drawn it takes its own hidden state in place of the model's. What it
     stores of such tokens is replaced when they are `fresh`.
     """
-    hearing = draft.hearing
-    if hearing is None:
+    hidden_states = draft.hidden_states
+    if hidden_states is None:
         raise TypeError("expected a layer that predicts, got a draft model")
     own, x_BD = catch_up(weights, kv, fresh, position_B, budget_B, draft=draft, axis=axis)
     shared = with_shared(draft_of(weights), weights)
@@ -241,7 +241,7 @@ def predict_ahead(
         i, own, x_BD, ahead_Bk = carry
         live_B = (i < budget_B - 1).astype(jnp.int32)
         batch = packed(ahead_Bk[:, i - 1, None], position_B + i, live_B)
-        hidden_BD = chained(shared, x_BD, hearing, spec=draft.spec)
+        hidden_BD = chained(shared, x_BD, hidden_states, spec=draft.spec)
         own, x_BD = _predict(weights, own, batch, hidden_BD, draft=draft, axis=axis)
         return i + 1, own, x_BD, drawn(x_BD, i, ahead_Bk)
 

@@ -71,20 +71,19 @@ def decode_loop(
     Consumes kv and rows. Equals n calls of `step` with one token per row; last what rows
     have observed. `draft` and `placement` as there.
     """
-    num_rows, hears = rows.token_B.shape[0], () if draft is None else draft.hears
+    num_rows, aux_layers = rows.token_B.shape[0], () if draft is None else draft.aux_layers
     token_B = newest.fill_in(rows.token_B)
     rows = replace(rows, token_B=token_B, budget_B=jnp.where(token_B == NO_TOKEN, 0, rows.budget_B))
     whole, first = kv, rows
+    forward = partial(decoder.forward, spec=spec, backend=backend, axis=axis, aux_layers=aux_layers)
 
     def advance(carry: tuple) -> tuple:
-        i, kv, rows, min_left_B, out, statistics, heard_nBX = carry
+        i, kv, rows, min_left_B, out, statistics, aux_nBX = carry
         live_B = rows.budget_B > 0
         batch = packed(rows.token_B[:, None], rows.position_B, live_B.astype(jnp.int32))
-        kv, x_TD, statistics, heard_TX = decoder.forward(
-            weights, kv, batch, statistics, spec=spec, backend=backend, axis=axis, hears=hears
-        )
-        if heard_nBX is not None:
-            heard_nBX = jax.lax.dynamic_update_index_in_dim(heard_nBX, heard_TX, i, 0)
+        kv, x_TD, statistics, aux_TX = forward(weights, kv, batch, statistics)
+        if aux_nBX is not None:
+            aux_nBX = jax.lax.dynamic_update_index_in_dim(aux_nBX, aux_TX, i, 0)
         logits_BV = decoder.logits(weights, x_TD, spec=spec, axis=axis)
         now = replace(sampling, min_left_B=min_left_B)
         sampled = sample(
@@ -102,30 +101,30 @@ def decode_loop(
             position_B=rows.position_B + live_B,
             budget_B=budget_B,
         )
-        return i + 1, kv, rows, jnp.maximum(min_left_B - 1, 0), out, statistics, heard_nBX
+        return i + 1, kv, rows, jnp.maximum(min_left_B - 1, 0), out, statistics, aux_nBX
 
     def unfinished(carry: tuple) -> jax.Array:
         return (carry[0] < n) & jnp.any(carry[2].budget_B > 0)
 
     out = empty_sampled(width, num_rows, spec.vocab_size, num_logprobs)
-    heard_nBX = None
-    if draft is not None and draft.hearing is not None:
-        size = max(1, len(hears)) * spec.hidden_size
-        heard_nBX = jnp.zeros((width, num_rows, size), jnp.float32)
+    aux_nBX = None
+    if draft is not None and draft.hidden_states is not None:
+        size = max(1, len(aux_layers)) * spec.hidden_size
+        aux_nBX = jnp.zeros((width, num_rows, size), jnp.float32)
     statistics = Statistics.nothing(kv.rows[0])
-    carry = (0, kv.of_model, rows, sampling.min_left_B, out, statistics, heard_nBX)
-    _, kv, rows, _, out, statistics, heard_nBX = jax.lax.while_loop(unfinished, advance, carry)
+    carry = (0, kv.of_model, rows, sampling.min_left_B, out, statistics, aux_nBX)
+    _, kv, rows, _, out, statistics, aux_nBX = jax.lax.while_loop(unfinished, advance, carry)
     if draft is not None:
         # All of the loop's tokens at once: its weights are read once for them.
         stored_BA = jnp.concatenate([first.token_B[:, None], out.token_B.T[:, :-1]], axis=1)
         count_B = jnp.sum(out.token_B != NO_TOKEN, axis=0, dtype=jnp.int32)
         batch = packed(stored_BA, first.position_B, count_B)
-        heard_TX = None
-        if heard_nBX is not None:
+        aux_TX = None
+        if aux_nBX is not None:
             row_T = jnp.minimum(batch.row_T, num_rows - 1)
             offset_T = batch.position_T - first.position_B[row_T]
-            heard_TX = heard_nBX.at[offset_T, row_T].get(mode="clip")
-        whole = follow(weights, whole, batch, heard_TX, draft, spec=spec, axis=axis)
+            aux_TX = aux_nBX.at[offset_T, row_T].get(mode="clip")
+        whole = follow(weights, whole, batch, aux_TX, draft, spec=spec, axis=axis)
     kv = whole.with_model(kv)
     ended_B = is_stop(rows.token_B, sampling) | (rows.token_B == NO_TOKEN)
     return kv, newest.after(rows.token_B, ended_B), rows, out, statistics

@@ -126,7 +126,7 @@ def speculative_loop(
         empty_sampled(width, num_rows, spec.vocab_size, num_logprobs),
         Drafts(none_B, none_B, none_Bk, none_Bk),
     )
-    if draft is not None and draft.hearing is not None:
+    if draft is not None and draft.hidden_states is not None:
         state = replace(state, fresh=Fresh.newest(kv, token_B, rows.budget_B > 0, most))
     own_B, num_slots = kv.rows[0].slot_B, _num_slots(kv, spec)
     advance = partial(
@@ -302,9 +302,9 @@ def _advance(
     if slots_BA is not None:
         after_BA = slots_BA[:, :size]
         before = replace(before, rows=tuple(replace(x, after_BA=after_BA) for x in before.rows))
-    hears = () if draft is None else draft.hears
-    kv, x_TD, _, heard_TX = decoder.forward(
-        weights, before, batch, spec=spec, backend=backend, axis=axis, hears=hears
+    aux_layers = () if draft is None else draft.aux_layers
+    kv, x_TD, _, aux_TX = decoder.forward(
+        weights, before, batch, spec=spec, backend=backend, axis=axis, aux_layers=aux_layers
     )
     offset_1A = jnp.arange(size, dtype=jnp.int32)[None]
     index_BA = jnp.minimum(batch.start_B[:, None] + offset_1A, x_TD.shape[0] - 1)
@@ -328,7 +328,7 @@ def _advance(
         slot_B = jnp.where(live_B, last_slot_B, slot_B)
     whole, fresh = state.kv, None
     if draft is not None and state.fresh is not None:
-        hidden_TD = draft.hidden_of(weights, heard_TX, spec)
+        hidden_TD = draft.hidden_of(weights, aux_TX, spec)
         whole = with_hidden(whole, batch, hidden_TD, num_got_B)
         num_tokens = state.ahead_Bk.shape[1]
         fresh = Fresh.of(token_BA, num_got_B, hidden_TD[index_BA], num_tokens)

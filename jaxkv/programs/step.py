@@ -126,7 +126,7 @@ def step(
     token_T = jnp.where(batch.token_T == NO_TOKEN, newest_T, batch.token_T)
     batch = replace(batch, token_T=jnp.maximum(token_T, 0))
     whole = kv
-    kv, x_TD, statistics, heard_TX = decoder.forward(
+    kv, x_TD, statistics, aux_TX = decoder.forward(
         weights,
         whole.of_model,
         batch,
@@ -134,9 +134,9 @@ def step(
         spec=spec,
         backend=backend,
         axis=axis,
-        hears=() if draft is None else draft.hears,
+        aux_layers=() if draft is None else draft.aux_layers,
     )
-    whole = follow(weights, whole, batch, heard_TX, draft, spec=spec, axis=axis)
+    whole = follow(weights, whole, batch, aux_TX, draft, spec=spec, axis=axis)
     last_B = last_token(batch)
     # Zeros for a row that is not in the step, which cost no matmul on a CPU.
     hidden_BD = jnp.where(batch.count_B[:, None] > 0, x_TD[last_B], 0)

@@ -26,7 +26,13 @@ from jaxkv.testing import blueprint_of, engine_of, model_of
 from jaxkv.tools.chips import parse_target
 from jaxkv.tools.deployment import deploy
 from parity import prompts, tiny_llm, torch
-from predicting import GREEDY, NUM_AHEAD, check_proposals, noted
+from predicting import (
+    GREEDY,
+    NUM_AHEAD,
+    check_proposals,
+    noted,
+    proposing_every_other_time,
+)
 from tiny import SMALL, make_checkpoint, tiny_config
 
 __all__ = ["noted", "torch"]
@@ -90,20 +96,18 @@ def test_proposals_of_other_forms_are_what_their_tensors_say(torch, tmp_path, mo
     "variant",
     ["cohere2", "deepseek_v3", "gemma2", "gpt_neox", "gpt_oss", "granite", "nemotron_h"],
 )
-def test_what_is_heard_is_what_comes_into_transformers_layers(
-    torch, tmp_path, monkeypatch, variant
-):
+def test_aux_streams_are_what_comes_into_transformers_layers(torch, tmp_path, monkeypatch, variant):
     model = make_hf_model(torch, hf_config(variant), tmp_path)
     llm = tiny_llm(tmp_path)
     num_layers, tokens = model_of(llm).spec.num_layers, prompts()[-1]
 
-    def heard(weights, kv, batch, *, spec, backend) -> jax.Array:
-        hears = tuple(range(num_layers))
-        ran = decoder.forward(weights, kv, batch, spec=spec, backend=backend, hears=hears)
-        return ran.heard_TX
+    def aux_streams(weights, kv, batch, *, spec, backend) -> jax.Array:
+        aux_layers = tuple(range(num_layers))
+        ran = decoder.forward(weights, kv, batch, spec=spec, backend=backend, aux_layers=aux_layers)
+        return ran.aux_TX
 
-    heard = jax.jit(heard, static_argnames=("spec", "backend"))
-    monkeypatch.setattr(parity, "all_logits", heard)
+    aux_streams = jax.jit(aux_streams, static_argnames=("spec", "backend"))
+    monkeypatch.setattr(parity, "all_logits", aux_streams)
     (got,) = parity.logits_of(llm, [tokens])
     found = model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
     want = torch.cat(found.hidden_states[:num_layers], dim=-1)[0].numpy()
@@ -123,10 +127,7 @@ def test_pages_are_complete_wherever_those_of_the_model_are(torch, model, draft,
     again = [{"prompt_token_ids": tokens[:-2]} for tokens in whole]
     check_proposals(reference, ahead, again, max_tokens=16)
     assert engine.scheduler.num_found > hits
-    with pytest.MonkeyPatch.context() as patch:
-        turns, wants = iter(range(1000)), engine._speculator.wants
-        every_other = lambda requests: next(turns) % 2 == 0 and wants(requests)  # noqa: E731
-        patch.setattr(engine._speculator, "wants", every_other)
+    with proposing_every_other_time(engine):
         check_proposals(reference, ahead, prompts, max_tokens=50)
     ahead.sleep(level=1)
     ahead.wake_up()

@@ -34,6 +34,7 @@ from predicting import (
     check_proposals,
     make_predicting,
     noted,
+    proposing_every_other_time,
     sequences,
 )
 from tiny import SMALL, make_checkpoint
@@ -106,10 +107,7 @@ def test_pages_are_complete_wherever_those_of_the_model_are(torch, model, ahead)
         again = [{"prompt_token_ids": tokens[:-2]} for tokens in some_of[:3]]
         check_proposals(reference, ahead, again, max_tokens=16)
         assert engine.scheduler.num_found > hits
-    with pytest.MonkeyPatch.context() as patch:
-        turns, wants = iter(range(1000)), engine._speculator.wants
-        every_other = lambda requests: next(turns) % 2 == 0 and wants(requests)  # noqa: E731
-        patch.setattr(engine._speculator, "wants", every_other)
+    with proposing_every_other_time(engine):
         check_proposals(reference, ahead, prompts, max_tokens=50)
 
 

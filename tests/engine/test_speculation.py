@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import jaxkv.engine.speculation
 from ahead import assert_same, counted, prompts_of
 from families import text_config
 from jaxkv import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from jaxkv.config import Speculation
+from jaxkv.engine.speculation import Speculator
+from jaxkv.programs.speculation import Drafts
 from jaxkv.sampling_params import StructuredOutputsParams
 from jaxkv.testing import config_of, engine_of
 from speculating import num_accepted
@@ -257,3 +262,39 @@ def test_what_it_cannot_do_is_refused_by_name(checkpoint, tmp_path):
     refused(ValueError, "<= 32", speculative_config=asked(num_speculative_tokens=33))
     refused(ValueError, "prompt_lookup_min", speculative_config=asked(prompt_lookup_min=4))
     refused(ValueError, "disable_by_batch_size", speculative_config=asked(disable_by_batch_size=9))
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_rows", "per_step", "gains"),
+    [
+        ("cpu", 1, 2.0, True),
+        ("cpu", 1, 1.5, False),
+        ("cpu", 4, 2.0, False),
+        ("cpu", 4, 3.0, True),
+        ("gpu", 1, 1.5, True),
+        ("tpu", 4, 1.5, True),
+        ("tpu", 4, 1.1, False),
+    ],
+)
+def test_rows_propose_while_steps_give_more_tokens_than_they_cost(
+    monkeypatch, platform, num_rows, per_step, gains
+):
+    """A step with proposals costs more with more rows, and on a processor."""
+    monkeypatch.undo()
+    programs = SimpleNamespace(
+        config=SimpleNamespace(max_num_seqs=8, max_len=64),
+        device=SimpleNamespace(platform=platform),
+        draft=None,
+        draft_weights={},
+        weights={"embed": np.zeros((8, 8), np.float32)},
+    )
+    asked = Speculation(method="ngram", num_tokens=4, most_rows=8)
+    speculator = Speculator(programs, asked)
+    requests = [SimpleNamespace(row=row, id=row, num_tokens=99) for row in range(num_rows)]
+    assert speculator.wants(requests)
+    steps_B, zeros_B = np.full(num_rows, 10), np.zeros(num_rows, int)
+    accepted_Bk = np.zeros((num_rows, 4), int)
+    accepted_Bk[:, 0] = round(10 * (per_step - 1))
+    for _ in range(5):
+        speculator.reader(requests, Drafts(zeros_B, steps_B, accepted_Bk, accepted_Bk))()
+    assert speculator.wants(requests) == gains

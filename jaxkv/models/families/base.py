@@ -20,7 +20,7 @@ from jaxkv.axes import ArrayInfo
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.quantisation import Quantisation
 from jaxkv.models.rope_config import extended_len, read_rope
-from jaxkv.models.spec import NO_KEYS, Hearing, KVGroup, ModelSpec, RopeSpec, StateSpec
+from jaxkv.models.spec import NO_KEYS, HiddenStates, KVGroup, ModelSpec, RopeSpec, StateSpec
 from jaxkv.ops.layers import ACTIVATIONS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -146,7 +146,8 @@ class Layout:
     that transformers has as one, whose rows it divides evenly among them as it saves a model.
     `numbers`: what number each layer has in names, () for its own. Layers of a kind that run more
     than once have the same numbers by turns, and one array of each for all times. `also`: leaves of
-    layers in checkpoints of another form, in place of `layers`. `hearing`: of one that predicts.
+    layers in checkpoints of another form, in place of `layers`. `hidden_states`: what a layer that
+    predicts takes of its model.
     """
 
     top: Mapping[str, Leaf] = field(hash=False)
@@ -161,7 +162,7 @@ class Layout:
     joined: tuple[tuple[str, ...], ...] = ()
     numbers: tuple[int, ...] = ()
     also: tuple[Mapping[str, Leaf], ...] = field(default=(), hash=False)
-    hearing: Hearing | None = None
+    hidden_states: HiddenStates | None = None
 
     def in_each_layer(self, **leaves: Leaf) -> Layout:
         """Returns the layout with these leaves, by name, in layers of every kind too."""

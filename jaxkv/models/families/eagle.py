@@ -15,8 +15,8 @@ from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.decoder import HEAD_TOKENS
 from jaxkv.models.families import DRAFT_KEYS, read_family
 from jaxkv.models.families.base import LAYER, QKV, Layout, Leaf, leaf
-from jaxkv.models.predictor import EACH_NORM, HEAR, HEARD_NORM
-from jaxkv.models.spec import Hearing, ModelSpec
+from jaxkv.models.predictor import AUX_JOIN, AUX_NORM, EACH_NORM
+from jaxkv.models.spec import HiddenStates, ModelSpec
 
 BLOCK = "midlayer."
 NOT_HERE = "(the model's)"
@@ -57,7 +57,7 @@ def read_eagle(config: ConfigReader, spec: ModelSpec, layout: Layout) -> tuple[M
     if outer.size("target_hidden_size", spec.hidden_size) != spec.hidden_size:
         raise outer.fail("target_hidden_size", f"the model's hidden_size, {spec.hidden_size}")
     ours, theirs = read_family(block.replaced(**dict.fromkeys(DRAFT_KEYS)))
-    hearing = _hearing(outer, spec.num_layers)
+    hidden_states = _hidden_states(outer, spec.num_layers)
     hidden, vocab = ours.hidden_size, ours.vocab_size
     num_head = outer.size("draft_vocab_size", vocab, at_most=vocab)
     is_same = hidden == spec.hidden_size
@@ -75,7 +75,7 @@ def read_eagle(config: ConfigReader, spec: ModelSpec, layout: Layout) -> tuple[M
     else:
         info = ArrayInfo((num_head,), np.dtype(np.int32), (None,), vocab)
         top[HEAD_TOKENS] = Leaf("d2t", info)
-    top |= _heard_leaves(outer, hearing, spec.hidden_size, hidden)
+    top |= _aux_leaves(outer, hidden_states, spec.hidden_size, hidden)
     layer = {
         name: replace(one, source=one.source.replace(LAYER, BLOCK))
         for name, one in theirs.layers[0].items()
@@ -95,7 +95,7 @@ def read_eagle(config: ConfigReader, spec: ModelSpec, layout: Layout) -> tuple[M
         layers=(layer,),
         derived=tuple(unread),
         spellings=((r"^model\.", ""), (r"^layers\.0\.", BLOCK)),
-        hearing=hearing,
+        hidden_states=hidden_states,
     )
     # It is trained on shorter texts than it may be asked for, and says how long these were.
     return replace(ours, max_len=spec.max_len), layout
@@ -115,13 +115,13 @@ def _check_stream(spec: ModelSpec, layout: Layout) -> None:
         )
 
 
-def _hearing(config: ConfigReader, num_layers: int) -> Hearing:
+def _hidden_states(config: ConfigReader, num_layers: int) -> HiddenStates:
     """Reads what the layer takes of its model: by default streams near its begin, middle and end,
     as EAGLE-3's authors have it.
     """
     inner, chains_normed = config.section("eagle_config"), config.flag("norm_output", False)
     if not inner.flag("use_aux_hidden_state", True):
-        return Hearing(chains_normed=chains_normed)
+        return HiddenStates(chains_normed=chains_normed)
     of = inner if config.get(IDS) is None else config
     by_default = [2, num_layers // 2, num_layers - 3]
     ids = sorted({*of.whole_numbers(IDS, by_default, at_most=num_layers)})
@@ -129,24 +129,24 @@ def _hearing(config: ConfigReader, num_layers: int) -> Hearing:
         raise of.fail(IDS, "numbers of the model's layers")
     if config.size("num_aux_hidden_states", len(ids)) != len(ids):
         raise config.fail("num_aux_hidden_states", f"as many as {IDS} names, {len(ids)}")
-    return Hearing(layers=tuple(ids), chains_normed=chains_normed)
+    return HiddenStates(layers=tuple(ids), chains_normed=chains_normed)
 
 
-def _heard_leaves(
-    config: ConfigReader, hearing: Hearing, model_size: int, hidden: int
+def _aux_leaves(
+    config: ConfigReader, hidden_states: HiddenStates, model_size: int, hidden: int
 ) -> dict[str, Leaf]:
     """Returns the leaves that make one hidden state of the streams."""
-    count, found = len(hearing.layers), dict[str, Leaf]()
+    count, found = len(hidden_states.layers), dict[str, Leaf]()
     if not count:
         if model_size != hidden:
             raise config.fail("hidden_size", f"the model's, {model_size}, without streams")
         return found
     inner = config.section("eagle_config")
     if inner.flag("norm_before_fc", config.flag("norm_before_fc", False)):
-        found[HEARD_NORM] = leaf("input_norm.weight", (count * model_size,), ("model",))
+        found[AUX_NORM] = leaf("input_norm.weight", (count * model_size,), ("model",))
     if config.flag("fc_norm", False):
         for number in range(count):
             source = f"fc_norm.{number}.weight"
             found[EACH_NORM.format(number)] = leaf(source, (model_size,), ("model",))
-    found[HEAR] = leaf("fc.weight", (hidden, count * model_size), (None, "model"))
+    found[AUX_JOIN] = leaf("fc.weight", (hidden, count * model_size), (None, "model"))
     return found

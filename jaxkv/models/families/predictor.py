@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jaxkv.models.families.base import LAYER, Layout, Leaf, leaf
-from jaxkv.models.spec import Hearing, ModelSpec
+from jaxkv.models.spec import HiddenStates, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,9 @@ def read_predictor(spec: ModelSpec, layout: Layout) -> tuple[ModelSpec, Layout]:
         states=(),
     )
     # The rest of the checkpoint is the model's.
-    return own, replace(layout, top=top, layers=(leaves,), derived=(r".*",), hearing=Hearing())
+    return own, replace(
+        layout, top=top, layers=(leaves,), derived=(r".*",), hidden_states=HiddenStates()
+    )
 
 
 def _leaves_of(layout: Layout, kind: int) -> Mapping[str, Leaf]:
