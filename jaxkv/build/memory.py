@@ -109,7 +109,11 @@ def check_room(device: jax.Device, needed: int, what: str, advice: str) -> None:
     """
     memory = device_memory(device, weight_bytes=0, utilization=1.0)
     if memory.limit is not None and needed > memory.free:
-        raise CapacityError(f"{what}: {needed} bytes needed, {memory.free} free: {advice}")
+        # In a notebook that is most often the LLM of the same cell, run before.
+        used = f"; {memory.used} are in use, by another LLM (shutdown ends it) or your own arrays"
+        raise CapacityError(
+            f"{what}: {needed} bytes needed, {memory.free} free{used * (memory.used > 0)}: {advice}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

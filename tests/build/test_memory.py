@@ -14,7 +14,14 @@ from jaxkv import LLM, SamplingParams
 from jaxkv import functional as jk
 from jaxkv.api import part
 from jaxkv.build import memory as build_memory
-from jaxkv.build.memory import AMPLE, Budget, Memory, available_memory, device_memory
+from jaxkv.build.memory import (
+    AMPLE,
+    Budget,
+    Memory,
+    available_memory,
+    check_room,
+    device_memory,
+)
 from jaxkv.errors import CapacityError
 from jaxkv.placement import bytes_per_device
 from jaxkv.programs.compiled import ProgramMemory, Programs
@@ -141,6 +148,18 @@ def test_other_weights_that_cannot_fit_are_refused_before_they_are_taken(monkeyp
     monkeypatch.setattr(build_memory, "available_memory", lambda: needed)
     for source in (directory, arrays):
         llm.update_weights(source)
+
+
+def test_what_does_not_fit_beside_another_engine_is_refused_with_its_bytes():
+    stats = {"bytes_limit": 1000, "bytes_in_use": 600}
+    tpu = SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
+    check_room(tpu, 400, "weights", "quantise them")
+    expected = "^weights: 401 bytes needed, 400 free; 600 are in use, by another LLM .*: quantise"
+    with pytest.raises(CapacityError, match=expected):
+        check_room(tpu, 401, "weights", "quantise them")
+    stats["bytes_in_use"] = 0
+    with pytest.raises(CapacityError, match=r"^weights: 1001 bytes needed, 1000 free: quantise"):
+        check_room(tpu, 1001, "weights", "quantise them")
 
 
 def test_on_an_accelerator_the_pool_has_what_is_left_of_its_share():
