@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import jaxlib.version
 
-from jaxkv.structured import StructuredOutputsParams
+from jaxkv.structured import StructuredOutputsParams, are_marks
 
 T = TypeVar("T")
 
@@ -37,6 +37,7 @@ GREEDY_BELOW = 1e-5
 
 
 MAX_WORD_CHARS = 256
+MAX_MARK_CHARS = 4096
 """The longest bad word: a tokenizer takes seconds for a text of a million characters, and the
 engine waits for it.
 """
@@ -316,7 +317,6 @@ _NOT_BUILT = {
     "repetition_detection": "repetition_penalty",
     "routed_experts_prompt_start": "",
     "stream_interval": "",
-    "thinking_token_budget": "max_tokens",
     "trace_decode_token_ids": "",
     "truncate_prompt_tokens": "token ids that are cut before",
     "guided_decoding": "structured_outputs",
@@ -388,6 +388,11 @@ def _are_ids(value: Any) -> bool:
     return value is None or (is_list and (are_plain(value) or all(map(is_int, value))))
 
 
+def _are_reasoning(value: Any) -> bool:
+    is_short = are_marks(value) and sum(map(len, value)) <= MAX_MARK_CHARS
+    return is_short and not any("\ud800" <= c <= "\udfff" for c in "".join(value))
+
+
 def _checked_bias(given: Any) -> dict[int, float]:
     """Reads a bias as vLLM takes it: ids through int(), since JSON has string keys, and values held
     within [-100, 100].
@@ -445,6 +450,13 @@ _CHECKS: dict[str, Check] = {
     **dict.fromkeys(
         ("stop_token_ids", "allowed_token_ids"), Check("a list of token ids", _are_ids)
     ),
+    "thinking_token_budget": Check(
+        "None, -1 (no limit) or a number from 0 to 2**31 - 1",
+        lambda x: x is None or (is_int(x) and -1 <= x <= MAX_INT32),
+    ),
+    "reasoning": Check(
+        'None or two texts, as ("<think>", "</think>")', lambda x: x is None or _are_reasoning(x)
+    ),
 }
 """Says of fields of `SamplingParams` what they may be by themselves."""
 
@@ -464,6 +476,10 @@ class SamplingParams:
     `allowed_token_ids`: only these may come. `bad_words` may not, with or without a space in front;
     one of several tokens is kept from ending; none is longer than 256 characters.
     `structured_outputs`: what the text must be; those two and min_tokens do not go with it.
+    `thinking_token_budget`: the most tokens that an answer reasons before its end is written for
+    it; None or -1: no limit. `reasoning`: the texts around that, as ("<think>", "</think>"), None
+    for those of `LLM(reasoning_config=)`; the second may lead to the answer by a sentence before
+    its mark, the first be empty where every answer begins with reasoning.
     `logprobs=k`: the k likeliest tokens and the sampled one, `prompt_logprobs=k` the same of the
     prompt's tokens, from position `prompt_logprobs_start` on, before which they may come out of the
     prefix cache; -1 is all of the vocabulary.
@@ -507,6 +523,8 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
+    reasoning: tuple[str, str] | list[str] | None = None
     guided_decoding: Any = None
     logits_processors: Any = None
     skip_reading_prefix_cache: bool | None = None
@@ -518,7 +536,6 @@ class SamplingParams:
     repetition_detection: Any = None
     routed_experts_prompt_start: int | None = None
     stream_interval: int | None = None
-    thinking_token_budget: int | None = None
     trace_decode_token_ids: Any = None
     watermarking: bool | None = None
     skip_clone: bool = False

@@ -103,11 +103,16 @@ def _check_text(name: str, value: Any) -> None:
 
 
 def _marks(given: Any) -> tuple[str, str]:
-    is_pair = isinstance(given, list | tuple) and len(given) == 2
-    if not is_pair or not all(isinstance(one, str) for one in given) or not given[1]:
+    if not are_marks(given):
         raise _wrong("reasoning", 'two texts, as ["<think>", "</think>"]', given)
     _check_text("reasoning", "".join(given))
     return given[0], given[1]
+
+
+def are_marks(given: Any) -> bool:
+    """Tells whether these are two texts, of which the first may be empty."""
+    is_pair = isinstance(given, list | tuple) and len(given) == 2
+    return is_pair and all(isinstance(one, str) for one in given) and bool(given[1])
 
 
 def is_reasoning(prompt: str, marks: tuple[str, str]) -> bool | None:

@@ -134,7 +134,8 @@ OF_VLLM = {
 
 def test_names_and_defaults_are_vllm_s():
     params = SamplingParams()
-    ours = dict.fromkeys(("kv_policy", "kv_budget", "kv_protect")) | {"prompt_logprobs_start": 0}
+    ours = dict.fromkeys(("kv_policy", "kv_budget", "kv_protect", "reasoning"))
+    ours |= {"prompt_logprobs_start": 0}
     assert {
         field.name: getattr(params, field.name) for field in dataclasses.fields(params)
     } == OF_VLLM | ours

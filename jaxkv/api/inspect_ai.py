@@ -38,7 +38,7 @@ from jaxkv.config import RequestOutputKind
 if TYPE_CHECKING:
     from jaxkv.requests.outputs import RequestOutput
 
-KEYS = {"num_choices": "n", "stop_seqs": "stop"} | {
+KEYS = {"num_choices": "n", "stop_seqs": "stop", "reasoning_tokens": "thinking_token_budget"} | {
     name: name
     for name in (
         *("frequency_penalty", "logit_bias", "logprobs", "max_tokens", "presence_penalty"),

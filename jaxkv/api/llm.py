@@ -361,7 +361,7 @@ class LLM(PoolingCalls):
 
         Raises: CheckpointError if it asks for something that is out of range.
         """
-        return self._model.default_params()
+        return replace(self._model.default_params(), reasoning=self._blueprint.options.reasoning)
 
     def wait_until_compiled(self) -> None:
         """Returns when all programs are compiled: nothing compiles after that. For those who
@@ -755,6 +755,7 @@ class LLM(PoolingCalls):
             lock=engine.lock,
             adapters=AdapterFiles(blueprint),
             agree=front.agree_on if isinstance(front, Leader) else None,
+            reasoning=blueprint.options.reasoning,
         )
 
     def _accept_or_refuse(self, asked: Any, priority: int = 0) -> Submission | ValueError:

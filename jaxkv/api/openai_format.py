@@ -24,7 +24,8 @@ SAME = (
     *("stop", "temperature", "top_p"),
     *("allowed_token_ids", "bad_words", "ignore_eos", "include_stop_str_in_output"),
     *("kv_budget", "kv_policy", "kv_protect", "min_p", "min_tokens", "repetition_penalty"),
-    *("skip_special_tokens", "spaces_between_special_tokens", "stop_token_ids", "top_k"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "stop_token_ids"),
+    *("thinking_token_budget", "top_k"),
 )
 """Keys that mean what the field of `SamplingParams` does: OpenAI's, then more, as in vLLM."""
 
@@ -271,6 +272,8 @@ def _read_chat(keys: Keys, defaults: SamplingParams, parser: Parser | None) -> A
         form = changes.get("structured_outputs")
         if form is not None:
             form.reasoning = form.reasoning or parser.marks
+        if defaults.reasoning is None:
+            changes["reasoning"] = parser.marks
         if forced is None or parser.marks is not None:
             changes["skip_special_tokens"] = False
     return _asked(

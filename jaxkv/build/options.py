@@ -21,6 +21,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin, g
 
 from jaxkv.build.vllm_arguments import as_options
 from jaxkv.config import IS_BOOL, Check, is_int, take_over
+from jaxkv.structured import are_marks
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -75,6 +76,18 @@ IS_DICT = Check(
     expected="None or a dict with texts as keys",
     holds=lambda value: (
         value is None or (isinstance(value, dict) and all(isinstance(key, str) for key in value))
+    ),
+)
+REASONING_KEYS = ("reasoning_start_str", "reasoning_end_str")
+IS_REASONING = Check(
+    expected='None or {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}',
+    holds=lambda value: (
+        value is None
+        or (
+            isinstance(value, Mapping)
+            and value.keys() == {*REASONING_KEYS}
+            and are_marks([value[key] for key in REASONING_KEYS])
+        )
     ),
 )
 IS_TEXT = Check(expected="a name", holds=lambda value: isinstance(value, str))
@@ -400,6 +413,14 @@ class EngineOptions:
         commands=ENGINES + TARGETS,
         aliases=("-sc",),
     )
+    reasoning_config: Mapping[str, Any] | None = option(
+        None,
+        "the texts around what the model reasons, for thinking_token_budget of a request: "
+        '{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}, of which the second '
+        "may begin with a sentence that leads to the answer",
+        check=IS_REASONING,
+        commands=ENGINES,
+    )
     prefix_cache_secret: bytes | None = option(
         None,
         "what the keys of cached pages are derived from, by default random for each engine",
@@ -497,6 +518,12 @@ class EngineOptions:
             for name, value in ALONE.items():
                 if (got := getattr(self, name)) != value:
                     raise ValueError(f"{name}: expected {value!r} with disaggregate, got {got!r}")
+
+    @property
+    def reasoning(self) -> tuple[str, str] | None:
+        """Returns the texts of `reasoning_config`."""
+        given = self.reasoning_config
+        return None if given is None else (given[REASONING_KEYS[0]], given[REASONING_KEYS[1]])
 
 
 MEANS_NOTHING = {"node_rank": (None, 0), "master_addr": (None, "127.0.0.1")}

@@ -96,8 +96,8 @@ class Engine:
         self._speculator = None if speculation is None else Speculator(programs, speculation)
         self._requests: set[Request] = set()
         self._watching: set[Request] = set()
-        """Requests that need all tokens before the next is sampled; some may be gone since the last
-        step.
+        """Requests that may need all tokens before the next is sampled; some may be gone since the
+        last step.
         """
         self._recorder = Recorder()
         self.results = Results(
@@ -194,7 +194,7 @@ class Engine:
                 continue
             self._renew(request)
             self._requests.add(request)
-            if request.needs_tokens:
+            if request.may_need_tokens:
                 self._watching.add(request)
             self._recorder.added(request)
             self.scheduler.add(request)
@@ -403,7 +403,7 @@ class Engine:
             self._recorder.ended(request)
         self._flight, self._failed = None, True
         self._watching.clear()
-        self._watching.update(one for one in self._requests if one.needs_tokens)
+        self._watching.update(one for one in self._requests if one.may_need_tokens)
         self.scheduler.start_again(self._requests)
         self.pins.start_again(self.scheduler.allocators)
         self._rows.start_again()
@@ -441,7 +441,8 @@ class Engine:
             got, self._flight = self.results.read(self._flight), None
             return got
         if self._watching:
-            if not self._watching.isdisjoint(self._flying + self.scheduler.running):
+            busy = self._watching.intersection(self._flying + self.scheduler.running)
+            if any(request.needs_tokens for request in busy):
                 got, self._flight = self.results.read(self._flight), None
             self._watching &= self._requests
         if self._moves is not None:

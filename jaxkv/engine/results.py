@@ -19,7 +19,6 @@ from jaxkv.kv.state import Statistics
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampled, Scores
 from jaxkv.requests.beam import BeamSearch
-from jaxkv.requests.grammar import Grammar
 from jaxkv.requests.outputs import Logprob
 from jaxkv.requests.request import Request
 
@@ -220,8 +219,8 @@ class Results:
                 request.num_tokens = len(request.tokens)
                 if not request.hold.is_empty:  # new weights had it give all of that back meanwhile
                     request.hold.num_stored -= num_missing
-            if request.draw.grammar is not None and request.output.logprobs is None:
-                self._add_forced(request, request.draw.grammar)
+            if request.output.logprobs is None:
+                self._add_forced(request)
             # Text can wait for the end of the chunk unless a stop string may end it in the middle.
             if request.output.text is not None and not request.params.stop:
                 new = request.tokens[start:]
@@ -267,19 +266,21 @@ class Results:
             if self._ends(request, token):
                 return
 
-    def _add_forced(self, request: Request, grammar: Grammar) -> None:
-        """Adds the tokens to which the grammar leaves no other: the next step stores all of them
-        and draws what follows. Their logprobs nobody computes.
+    def _add_forced(self, request: Request) -> None:
+        """Adds the tokens to which grammar or budget leave no other: the next step stores all of
+        them and draws what follows. Their logprobs nobody computes.
         """
-        while request.finish_reason is None and (token := grammar.forced()) is not None:
+        while request.finish_reason is None and (token := request.draw.forced()) is not None:
             request.tokens.append(token)
             request.num_tokens = len(request.tokens)  # nothing else of it is on its way
             self._ends(request, token)
 
     def _ends(self, request: Request, token: int) -> bool:
-        grammar = request.draw.grammar
+        grammar, thinking = request.draw.grammar, request.draw.thinking
         if grammar is not None:
             grammar.accept(token)
+        if thinking is not None and not thinking.is_over:
+            thinking.accept(token)
         enough = request.num_new > request.params.min_tokens
         if token in request.ends.stop_ids and enough:
             request.finish_reason = "stop"

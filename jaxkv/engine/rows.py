@@ -149,15 +149,16 @@ class RowTables:
         table.bias_id_BE[row] = NO_TOKEN
         table.bias_id_BE[row, : len(bias)] = list(bias)
         table.bias_BE[row, : len(bias)] = list(bias.values())
-        has_grammar = request.draw.grammar is not None
-        table.masked_B[row] = (
-            params.allowed_token_ids is not None or bool(request.draw.bad_words) or has_grammar
-        )
-        if not has_grammar:  # which is asked for every token
+        has_words = params.allowed_token_ids is not None or bool(request.draw.bad_words)
+        table.masked_B[row] = has_words or request.needs_host
+        if request.draw.grammar is None:  # which is asked for every token
             self._set_mask(table.allowed_BM, row, request)
 
     def _set_mask(self, allowed_BM: Any, row: int, request: Request) -> None:
-        if request.draw.grammar is not None:
+        thinking = request.draw.thinking
+        if thinking is not None and request.needs_host and thinking.forced is not None:
+            allowed_BM[row] = token_mask(self.vocab_size, [thinking.forced], ())
+        elif request.draw.grammar is not None:
             allowed_BM[row] = request.draw.grammar.mask()
         elif self.sampling.masked_B[request.row]:
             forbidden = ends_of(request.draw.bad_words, request.tokens[request.prompt_len :])

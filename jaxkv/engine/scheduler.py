@@ -71,6 +71,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.bounded: set[Request] = set()
         """Running requests that have a policy."""
+        self.thinking: set[Request] = set()
+        """Running requests that may reason for so many tokens only."""
         self.leaving: set[Request] = set()
         """Requests without a row whose last tokens are coming. They keep their pages until those
         are read, and listed with them, unless somebody else needs the pages.
@@ -221,6 +223,7 @@ class Scheduler:
         self._copies.pop(request, None)
         self._loads.pop(request, None)
         self.bounded.discard(request)
+        self.thinking.discard(request)
         self.eviction.forget(request.hold)
         request.row = None
 
@@ -277,6 +280,8 @@ class Scheduler:
             self.adapters.take(request.draw.adapter)
             if request.hold.retention is not None:
                 self.bounded.add(request)
+            if request.draw.thinking is not None:
+                self.thinking.add(request)
             self._begin_state(request)
             if request.record.num_preemptions:
                 request.record.resumed()
@@ -334,6 +339,8 @@ class Scheduler:
             left = [1 if r.rests else num for r, num in zip(ready, left, strict=True)]
         pairs = zip(ready, left, strict=True)
         wanted = [(request, num if num < num_steps else num_steps) for request, num in pairs]
+        if self.thinking:
+            wanted = [(request, min(num, request.num_free)) for request, num in wanted]
         if self.bounded:
             wanted = [
                 (request, min(num, request.hold.evict_len - request.hold.num_stored))

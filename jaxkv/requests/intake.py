@@ -32,12 +32,14 @@ from jaxkv.requests.prompts import Pair, Prompt
 from jaxkv.requests.reading import PromptReader, of_each
 from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream
+from jaxkv.requests.thinking import Bounds, Thinking, bounds_of
 from jaxkv.weights.adapters import Adapter
 
-Copies = dict[int, tuple[SamplingParams, Grammar | None] | ValueError]
-"""By the `id` of what a call was given: a copy of the parameters with their grammar, or why they
-are refused.
-"""
+Copied = tuple[SamplingParams, Grammar | None, Bounds | None]
+"""A copy of parameters, with their grammar and what bounds the reasoning of an answer."""
+
+Copies = dict[int, Copied | ValueError]
+"""By the `id` of what a call was given, what was made of it, or why it is refused."""
 
 
 class Intake(PromptReader):
@@ -47,7 +49,8 @@ class Intake(PromptReader):
     `cache_root` returns what stands now for all of the engine that a cached page depends on, and
     does not change under the lock. `agree`, of an engine of several processes, raises ValueError
     for an adapter that not all of them have. Without `share_prefixes` only the samples of one
-    prompt share pages.
+    prompt share pages. reasoning: the texts around what the model reasons, where a request does not
+    say.
     """
 
     def __init__(
@@ -60,8 +63,10 @@ class Intake(PromptReader):
         lock: RLock | None = None,
         adapters: AdapterFiles | None = None,
         agree: Callable[[LoRARequest, Adapter], None] | None = None,
+        reasoning: tuple[str, str] | None = None,
     ) -> None:
         super().__init__(model, config, lock=lock)
+        self._reasoning = reasoning
         self._adapters, self._agree = adapters, agree
         self._cache_root = cache_root
         self.shares_prefixes = share_prefixes
@@ -319,11 +324,15 @@ class Intake(PromptReader):
         made = self._copy(params, copies)
         if isinstance(made, ValueError):
             raise made
-        params, grammar = made
+        params, grammar, bounds = made
         text, tokens, salt = self.parse(prompt)
-        if isinstance(grammar, BehindReasoning):
+        thinking: Thinking | None = None
+        if bounds is not None or isinstance(grammar, BehindReasoning):
             whole = self.decode(tokens, skip_special_tokens=False) if text is None else text
-            grammar = grammar.answering(whole)
+            if isinstance(grammar, BehindReasoning):
+                grammar = grammar.answering(whole)
+            if bounds is not None:
+                thinking = Thinking(bounds, tokens, whole, self._model.tokenizer)
         model, config, size = self._model, self._config, len(tokens)
         halts = frozenset[int]() if grammar is None else grammar.halts
         stop_ids = checks.stop_ids(params, model.eos_ids, model.spec.vocab_size, halts)
@@ -353,6 +362,7 @@ class Intake(PromptReader):
                     sample=sample,
                     bad_words=bad_words,
                     grammar=None if grammar is None else grammar.copy(),
+                    thinking=None if thinking is None else thinking.copy(),
                     adapter=adapter,
                 ),
                 ends=ends,
@@ -369,11 +379,10 @@ class Intake(PromptReader):
         source = Asked(number, params if asked is None else asked, priority, salt)
         return Submission(str(number), text, samples, asked=source)
 
-    def _copy(
-        self, params: SamplingParams, copies: Copies
-    ) -> tuple[SamplingParams, Grammar | None] | ValueError:
+    def _copy(self, params: SamplingParams, copies: Copies) -> Copied | ValueError:
         """Returns a copy of parameters, whose fields may be assigned while the request runs, with
-        their grammar; or why they are refused. It costs 50 us and more: once for all of a call.
+        what follows from them; or why they are refused. It costs 50 us and more: once for all of a
+        call.
         """
         if id(params) not in copies:
             try:
@@ -382,20 +391,36 @@ class Intake(PromptReader):
                 copies[id(params)] = error
         return copies[id(params)]
 
-    def _copied(self, params: SamplingParams) -> tuple[SamplingParams, Grammar | None]:
+    def _copied(self, params: SamplingParams) -> Copied:
         if not isinstance(params, SamplingParams):
             raise ValueError(
                 f"sampling_params: expected SamplingParams, got {type(params).__name__}"
             )
         own = params.clone()
-        asked = own.structured_outputs
-        if asked is None:
-            return own, None
-        grammar = self.grammars().compile(asked)
-        if asked.reasoning is not None:
-            with self._lock:
-                grammar = grammar.behind(marks_of(self._model.tokenizer, asked.reasoning))
-        return own, grammar
+        asked, grammar = own.structured_outputs, None
+        if asked is not None:
+            grammar = self.grammars().compile(asked)
+            if asked.reasoning is not None:
+                with self._lock:
+                    grammar = grammar.behind(marks_of(self._model.tokenizer, asked.reasoning))
+        return own, grammar, self._bounds(own)
+
+    def _bounds(self, params: SamplingParams) -> Bounds | None:
+        """Returns what bounds the reasoning of an answer. Raises: ValueError where nobody says how
+        this model marks it.
+        """
+        budget, form = params.thinking_token_budget, params.structured_outputs
+        if budget in (None, -1):
+            return None
+        texts = params.reasoning or (None if form is None else form.reasoning) or self._reasoning
+        if texts is None:
+            raise ValueError(
+                "thinking_token_budget: expected the texts around reasoning with it, as "
+                'reasoning=("<think>", "</think>") or LLM(reasoning_config='
+                '{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"})'
+            )
+        with self._lock:
+            return bounds_of(self._model.tokenizer, (texts[0], texts[1]), budget)
 
     def grammars(self) -> Grammars:
         """Returns what compiles grammars for the model's tokenizer. Raises: ValueError if none

@@ -17,21 +17,29 @@ from jaxkv.requests.beam import BeamSearch
 from jaxkv.requests.grammar import Grammar
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxkv.requests.text import TextStream
+from jaxkv.requests.thinking import Thinking
 from jaxkv.weights.adapters import Adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
     """Says what a request's tokens are drawn by: its seed, which sample of a prompt it is, the
-    token ids of words that must not come, where it is in the grammar that it follows, and the
-    adapter that its model has.
+    token ids of words that must not come, where it is in the grammar that it follows, how much it
+    may still reason, and the adapter that its model has.
     """
 
     seed: int = 0
     sample: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    thinking: Thinking | None = None
     adapter: Adapter | None = None
+
+    def forced(self) -> int | None:
+        """Returns the only token that may come next, None where there are others."""
+        if self.thinking is not None and (token := self.thinking.forced) is not None:
+            return token
+        return None if self.grammar is None else self.grammar.forced()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +141,7 @@ class Request:
     candidates: tuple[np.ndarray, np.ndarray] | None = None
     num_tokens: int = field(init=False)
     needs_host: bool = field(init=False)
-    """Whether what may come next is made on the host from the token before it."""
+    """Whether what may come next is made on the host from the token before it, as a mask."""
     is_plain: bool = field(init=False)
     """Whether its new tokens are all that anybody wants of a step: no text, log-probabilities or
     beams.
@@ -141,16 +149,28 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
-        self.needs_host = self.draw.grammar is not None or any(
-            len(word) > 1 for word in self.draw.bad_words
+        thinking = self.draw.thinking
+        # Elsewhere the end of reasoning is written when the tokens before it are read.
+        has_end = thinking is not None and (
+            self.output.logprobs is not None or thinking.forced is not None
         )
+        self.needs_host = has_end or self.draw.grammar is not None or self._has_long_words
         self.is_plain = self.output.text is None and not self.looks_at_each
+
+    @property
+    def _has_long_words(self) -> bool:
+        return any(len(word) > 1 for word in self.draw.bad_words)
 
     @property
     def looks_at_each(self) -> bool:
         """Tells whether each new token has to be looked at, not only the last one."""
-        has_grammar = self.draw.grammar is not None
-        return self.output.logprobs is not None or bool(self.params.stop) or has_grammar
+        thinking = self.draw.thinking
+        return (
+            self.output.logprobs is not None
+            or bool(self.params.stop)
+            or self.draw.grammar is not None
+            or (thinking is not None and not thinking.is_over)
+        )
 
     @property
     def halt_ids(self) -> frozenset[int]:
@@ -163,15 +183,34 @@ class Request:
     @property
     def rests(self) -> bool:
         """Tells whether it gets one token of a loop, as the host has to see that first."""
-        grammar = self.draw.grammar
-        return self.needs_host and not (grammar is not None and grammar.is_free)
+        if not self.needs_host:
+            return False
+        grammar, thinking = self.draw.grammar, self.draw.thinking
+        if thinking is not None and thinking.forced is not None:
+            return True
+        if grammar is not None:
+            return not grammar.is_free
+        return thinking is None or self._has_long_words
+
+    @property
+    def may_need_tokens(self) -> bool:
+        """Tells whether `needs_tokens` is ever true of it."""
+        return self.draw.thinking is not None or self.needs_tokens
 
     @property
     def needs_tokens(self) -> bool:
-        """Tells whether its part in a step is made from all tokens before it, so that those must
-        have been read.
+        """Tells whether its part in the next step is made from all tokens before it, so that those
+        must have been read.
         """
-        return self.needs_host or self.params.penalises
+        return self.needs_host or self.params.penalises or self.num_free <= 0
+
+    @property
+    def num_free(self) -> int:
+        """Counts the tokens that it may be given before what is coming has been read."""
+        thinking = self.draw.thinking
+        if thinking is None or (room := thinking.room) is None:
+            return self.num_left
+        return min(self.num_left, room - self.num_coming)
 
     @property
     def order(self) -> tuple[int, int]:

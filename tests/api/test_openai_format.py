@@ -53,6 +53,7 @@ def test_each_key_of_the_same_name_sets_its_field():
         "kv_policy": "streaming",
         "kv_budget": 64,
         "kv_protect": [(0, 1)],
+        "thinking_token_budget": 7,
     }
     assert given.keys() == set(SAME)
     for url in (COMPLETIONS, CHAT):
@@ -170,6 +171,11 @@ def test_a_parser_sees_special_tokens_and_a_forced_call_has_none():
         assert skips == [False, marks is None, False]
         assert [len(one.tools) for one in parsed] == [1, 1, 0]
         assert parsed[1].params.structured_outputs.reasoning == marks
+        assert [one.params.reasoning for one in parsed] == [marks] * 3
+        own = replace(DEFAULTS, reasoning=("<a>", "so</a>"))
+        body = {"messages": MESSAGES, "thinking_token_budget": 5}
+        params = read_body(CHAT, body, own, parser=parser).params
+        assert (params.reasoning, params.thinking_token_budget) == (own.reasoning, 5)
     assert read(CHAT, tools=tools).params.skip_special_tokens
     with pytest.raises(BodyError, match=r"^tool_choice: expected no other form of the answer$"):
         read(CHAT, tools=tools, tool_choice="required", response_format={"type": "json_object"})

@@ -146,7 +146,7 @@ def test_older_and_newer_scripts_give_the_same(llm):
     assert ids_of(llm.generate([IDS, IDS], replace(GREEDY, **off), use_tqdm=False)) == want
     with pytest.raises(ValueError, match="prompt_token_ids: expected no prompts beside them"):
         llm.generate("x", prompt_token_ids=IDS)
-    for field in ("flat_logprobs", "logprob_token_ids", "thinking_token_budget"):
+    for field in ("flat_logprobs", "logprob_token_ids", "trace_decode_token_ids"):
         for value in (True, [3], 3, np.array([1, 2])):
             with pytest.raises(ValueError, match=f"{field}=.* is not supported yet"):
                 SamplingParams(**{field: value})

@@ -548,6 +548,8 @@ SAID = {
     "kv_policy": "streaming",
     "kv_budget": 64,
     "kv_protect": [(0, 3)],
+    "thinking_token_budget": 0,
+    "reasoning": ("", "\u20ac</a>"),
     "spaces_between_special_tokens": False,
     "best_of": 2,
 }
