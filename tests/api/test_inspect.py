@@ -117,7 +117,7 @@ def test_log_probabilities_and_usage_are_those_of_the_engine(llm, model):
     [
         ({"best_of": 2}, "best_of: not supported"),
         ({"reasoning_effort": "low"}, "reasoning_effort: expected what the chat template reads"),
-        ({"reasoning_tokens": 7}, "reasoning_tokens: not supported"),
+        ({"reasoning_tokens": 7}, "thinking_token_budget: expected the texts around reasoning"),
         ({"prompt_logprobs": 1}, "prompt_logprobs: not supported"),
         ({"extra_body": {"wizard": 1}}, "wizard: unknown, or not supported"),
         ({"extra_body": {"temperature": 1}}, "extra_body: expected other keys than temperature"),
