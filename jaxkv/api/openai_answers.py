@@ -121,6 +121,8 @@ class Answer:
             said = sent.reader.feed(text, reason)
             if not self.asked.with_reasoning:
                 said.reasoning = ""
+            if self.asked.is_single:
+                said.calls = [call for call in said.calls if not call.number]
             sent.num_chars += len(text)
             ids = self._token_ids(output, one, sent)
             if not (said or tokens or reason or any(ids.values())):

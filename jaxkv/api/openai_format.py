@@ -84,7 +84,8 @@ class Asked:
     template, each as `AsyncLLM.generate` and `LLM.as_completed` take it. `top`: how many of the
     likeliest tokens an answer lists, None: no log-probabilities. `has_output`: False where
     max_tokens is 0, so that only the echo is wanted (`params` then ask for one token).
-    `tools`: what a chat may call, and `forced` which of them it has to. `with_reasoning`: an answer
+    `tools`: what a chat may call, `forced` which of them it has to, and with `is_single` an answer
+    shows its first call only. `with_reasoning`: an answer
     shows what the model reasons, where that is known, and `with_token_ids` tokens.
     `include_usage`: a stream ends with its usage, and with `usage_in_chunks` each chunk says what
     it is so far.
@@ -100,6 +101,7 @@ class Asked:
     has_output: bool = True
     tools: Sequence[Mapping[str, Any]] = ()
     forced: Forced | None = None
+    is_single: bool = False
     with_reasoning: bool = True
     with_token_ids: bool = False
     stream: bool = False
@@ -260,6 +262,7 @@ def _read_chat(keys: Keys, defaults: SamplingParams, parser: Parser | None) -> A
         )
     template = _template(keys)
     forced = _forced(keys, template)
+    is_single = forced is None and not keys.take("parallel_tool_calls", bool, True)
     if forced is not None:
         if changes.get("structured_outputs") is not None:
             raise BodyError("tool_choice: expected no other form of the answer", "tool_choice")
@@ -284,6 +287,7 @@ def _read_chat(keys: Keys, defaults: SamplingParams, parser: Parser | None) -> A
         top=top,
         tools=template.get("tools", ()),
         forced=forced,
+        is_single=is_single,
         with_reasoning=parser is None or keys.take("include_reasoning", bool, True),
     )
 

@@ -383,6 +383,34 @@ def test_answers_are_taken_apart_in_streams_as_in_whole(start, llm, half):
     wait_for(lambda: is_empty(llm))
 
 
+def test_responses_say_what_chats_say(start, llm):
+    """To OpenAI's client, which adds up the events of a stream by itself."""
+    call = '{"name": "look", "arguments": {"x": "\u00e9"}}'
+    text = f"<think>\nHm.</think>\nI look.<tool_call>{call}</tool_call>"
+    asked = {"temperature": 0, "extra_body": {"structured_outputs": {"choice": [text]}}}
+    own = asked | {"model": "tiny", "max_output_tokens": 99, "input": CHAT}
+    own["tools"] = [{"type": "function", **TOOLS[0]["function"]}]
+    parsing = start(response_template="qwen3")
+    with parsing.client() as client:
+        message, reason = whole(client, **asked, messages=CHAT, max_tokens=99, tools=TOOLS[:1])
+        answer = client.responses.create(**own)
+        with client.responses.stream(**own) as events:
+            streamed = events.get_final_response()
+        for one in (answer, streamed):
+            reasoning, said, called = one.output
+            assert reasoning.content[0].text == message["reasoning"] == "Hm."
+            assert one.output_text == said.content[0].text == message["content"] == "I look."
+            assert [(called.name, called.arguments)] == message["tool_calls"]
+            assert (one.status, reason) == ("completed", "tool_calls")
+            assert one.usage.output_tokens == len(tokens_of(llm, text))
+        *_, last = client.responses.create(**own | {"max_output_tokens": 5}, stream=True)
+        assert last.response.incomplete_details.reason == "max_output_tokens"
+    long = {"input": "x" * 9999, "stream": True}
+    status, body = error_of(parsing.ask("/v1/responses", long))[:2]
+    assert (status, body) == (400, "input")
+    wait_for(lambda: is_empty(llm))
+
+
 def test_tools_that_have_to_be_called_are_called(client, llm):
     kinds = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}
     kinds["additionalProperties"] = False
@@ -1453,8 +1481,10 @@ def test_what_the_documentation_shows_works(llm, pooling, capsys):
                 command = shlex.split(block.splitlines()[-1])
                 assert cli._parser().parse_args(command[1:]).max_model_len == 4096
         names["client"].close()
-    assert [language for language, _ in blocks] == ["sh", "bash", "python", "python", "bash"]
-    assert capsys.readouterr().out.endswith(f"{names['chunk'].usage.completion_tokens}\n")
+    kinds = [language for language, _ in blocks]
+    assert kinds == ["sh", "bash", "python", "python", "python", "bash"]
+    shown = f"{names['chunk'].usage.completion_tokens}\n{names['response'].output_text}\n"
+    assert capsys.readouterr().out.endswith(shown)
 
 
 @pytest.mark.slow

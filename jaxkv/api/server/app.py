@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequ
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -36,6 +37,12 @@ from jaxkv.api.openai_format import (
     read_body,
     read_text,
     read_tokens,
+)
+from jaxkv.api.openai_responses import (
+    RESPONSES,
+    AskedResponse,
+    ResponseAnswer,
+    read_response,
 )
 from jaxkv.api.openai_vectors import ALIASES, POOLING, AskedPooling, read_pooling
 from jaxkv.api.response_parts import parser_of
@@ -85,7 +92,7 @@ class App:
         self._bodies = Bodies(options.max_body_bytes, options.send_timeout_s)
         self._created = int(time.time())
         self._answered: Tally[tuple[str, int]] = Tally()
-        urls = {url: url for url in (COMPLETIONS, CHAT, *POOLING)} | ALIASES
+        urls = {url: url for url in (COMPLETIONS, CHAT, RESPONSES, *POOLING)} | ALIASES
         routes = [
             Route("/health", self._health),
             Route("/ping", self._health, methods=["GET", "POST"]),
@@ -226,13 +233,18 @@ class App:
         with self.counting.enter(1, asked.key):
             return await while_connected(request.receive, work())
 
-    async def read(self, request: Request, url: str) -> Asked | AskedPooling:
+    async def read(self, request: Request, url: str) -> Asked | AskedResponse | AskedPooling:
         """Reads what a request for text, vectors or scores asks for. Raises: Refusal, also where
         this model cannot do it.
         """
-        reader: Callable[[dict[str, Any]], Asked | AskedPooling] = partial(read_pooling, url)
-        if url not in POOLING:
-            reader = partial(read_body, url, defaults=self._defaults, parser=self._parser)
+
+        def reader(body: dict[str, Any]) -> Asked | AskedResponse | AskedPooling:
+            if url in POOLING:
+                return read_pooling(url, body)
+            if url == RESPONSES:
+                return read_response(body, self._defaults, parser=self._parser)
+            return read_body(url, body, self._defaults, parser=self._parser)
+
         asked = await self._read(request, reader)
         self.names.adapter(asked.model)
         if self._llm.pools is not isinstance(asked, AskedPooling):
@@ -272,7 +284,7 @@ class App:
         """Yields (number of the input, its newest output) until each has ended, and holds
         their places as long. Raises: Refusal.
         """
-        of_inputs = "prompt" if asked.url == COMPLETIONS else "messages"
+        of_inputs = next(key for key in ("prompt", "messages", "input") if key in asked.keys)
         with self.gate.enter(asked.num_sequences, "n" if asked.params.n > 1 else of_inputs):
             lora = self.names.adapter(asked.model)
             # An output of all tokens so far is made for each step that somebody reads.
@@ -287,22 +299,26 @@ class App:
                             _check_whole(one)
                         yield number, output
 
-    async def complete(self, asked: Asked) -> Response:
+    async def complete(self, asked: Asked | AskedResponse) -> Response:
         """Returns the answer to a request for text that is not streamed. Raises: Refusal."""
         last: dict[int, RequestOutput] = {}
-        async with aclosing(self.outputs(asked)) as outputs:
+        chat = asked.chat if isinstance(asked, AskedResponse) else asked
+        async with aclosing(self.outputs(chat)) as outputs:
             async for number, output in outputs:
                 last[number] = output
-        write = partial(self._answer(asked).whole, [last[number] for number in range(len(last))])
+        answer: Answer | ResponseAnswer = self._answer(chat)
+        if isinstance(asked, AskedResponse):
+            answer = ResponseAnswer(asked, self._answer(chat))
+        write = partial(answer.whole, [last[number] for number in range(len(last))])
         # Not in the event loop's thread: log-probabilities of long prompts take long.
         return await asyncio.to_thread(lambda: AnyJSONResponse(write()))
 
-    async def events(self, asked: Asked) -> AsyncGenerator[str]:
-        """Yields the chunks of a streamed answer, as JSON. Raises: Refusal."""
+    async def events(self, asked: Asked) -> AsyncGenerator[bytes]:
+        """Yields the chunks of a streamed answer. Raises: Refusal."""
         answer = self._answer(asked)
 
-        def written(number: int, output: RequestOutput) -> list[str]:
-            return [json.dumps(chunk) for chunk in answer.chunks(number, output)]
+        def written(number: int, output: RequestOutput) -> list[bytes]:
+            return [_event(json.dumps(chunk)) for chunk in answer.chunks(number, output)]
 
         async with aclosing(self.outputs(asked)) as outputs:
             async for one in outputs:
@@ -314,7 +330,18 @@ class App:
                 for chunk in chunks:
                     yield chunk
         if asked.include_usage:
-            yield json.dumps(answer.usage_chunk())
+            yield _event(json.dumps(answer.usage_chunk()))
+        yield _event("[DONE]")
+
+    async def response_events(self, asked: AskedResponse) -> AsyncGenerator[bytes]:
+        """Yields the events of a streamed response. Raises: Refusal."""
+        answer = ResponseAnswer(asked, self._answer(asked.chat))
+        begins = answer.begin()
+        async with aclosing(self.outputs(asked.chat)) as outputs:
+            async for _, output in outputs:
+                for event in chain(begins, answer.events(output)):
+                    yield _event(json.dumps(event), event["type"])
+                begins = []
 
     def _answer(self, asked: Asked) -> Answer:
         model = self.names.shown(asked.model)
@@ -380,14 +407,16 @@ class _Work:
         app = self.app
         app.gate.check()
         asked = await app.read(Request(scope, receive), self.url)
-        if isinstance(asked, Asked) and asked.stream:
+        if isinstance(asked, AskedResponse) and asked.chat.stream:
+            await while_connected(receive, self._stream(app.response_events(asked), send))
+        elif isinstance(asked, Asked) and asked.stream:
             await while_connected(receive, self._stream(app.events(asked), send))
         else:
-            work = app.complete(asked) if isinstance(asked, Asked) else app.pool(asked)
+            work = app.pool(asked) if isinstance(asked, AskedPooling) else app.complete(asked)
             answer = await while_connected(receive, work)
             await answer(scope, receive, send)
 
-    async def _stream(self, events: AsyncGenerator[str], send: Send) -> None:
+    async def _stream(self, events: AsyncGenerator[bytes], send: Send) -> None:
         """Sends the events. What fails before the first one is raised, what fails later is an
         event.
         """
@@ -402,19 +431,27 @@ class _Work:
                     await _send_event(send, event)
         if isinstance(caught.error, ClientDisconnect):
             raise caught.error
-        if caught.error is None:
-            await _send_event(send, "[DONE]")
-        else:
+        if caught.error is not None:
             LOG.error("a stream failed: %r", caught.error)
             if isinstance(caught.error, EngineDeadError):
                 self.app.on_death()
-            await _send_event(send, json.dumps(as_refusal(caught.error).body))
+            body = as_refusal(caught.error).body
+            if self.url == RESPONSES:
+                error = json.dumps({**body["error"], "type": "error", **body})
+                await _send_event(send, _event(error, "error"))
+            else:
+                await _send_event(send, _event(json.dumps(body)))
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _send_event(send: Send, data: str) -> None:
-    body = f"data: {data}\n\n".encode()
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+def _event(data: str, name: str = "") -> bytes:
+    """Returns an event of a stream, of which responses have the name too."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {data}\n\n".encode()
+
+
+async def _send_event(send: Send, event: bytes) -> None:
+    await send({"type": "http.response.body", "body": event, "more_body": True})
 
 
 async def _merged(
