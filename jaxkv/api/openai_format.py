@@ -29,7 +29,10 @@ SAME = (
 )
 """Keys that mean what the field of `SamplingParams` does: OpenAI's, then more, as in vLLM."""
 
-LABELS = {"metadata": dict, "prompt_cache_key": str, "safety_identifier": str, "user": str}
+LABELS = {
+    **dict.fromkeys(("client_metadata", "metadata"), dict),
+    **dict.fromkeys(("prompt_cache_key", "safety_identifier", "user"), str),
+}
 """Keys that say for whom a request is: they are taken, and change nothing."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
