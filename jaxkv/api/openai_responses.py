@@ -30,7 +30,7 @@ NAMES = {
 }
 """Names of chats' keys, which are not taken here, and what they are called in responses."""
 
-ONE_ANSWER = ("n", "logprobs", "echo")
+NOT_HERE = ("n", "logprobs", "echo", "return_token_ids")
 STORING = ("previous_response_id", "conversation", "background", "prompt")
 
 Event = dict[str, Any]
@@ -55,7 +55,7 @@ def read_response(
     """Reads the body of a request to RESPONSES, as `read_body` does that of a chat. Raises:
     BodyError.
     """
-    for key in (*NAMES, *ONE_ANSWER):
+    for key in (*NAMES, *NOT_HERE):
         if body.get(key) is not None:
             near = f" (nearest: {NAMES[key]})" if key in NAMES else ""
             raise BodyError(f"{key}: unknown, or not supported{near}", key)
@@ -389,19 +389,17 @@ class ResponseAnswer:
         parser, decode = self._chat.parser, self._chat.decode
         if parser is None or parser.marks is None:
             return 0
-        opens, closes = parser.marks
+        opens = parser.marks[0]
         prompt = decode(output.prompt_token_ids) if output.prompt is None else output.prompt
         tokens = output.outputs[0].token_ids
         is_open = is_reasoning(prompt, parser.marks)
         if is_open is None:
-            is_open = decode(tokens).lstrip().startswith(opens)
-        if not is_open or closes not in decode(tokens):
-            return len(tokens) * bool(is_open)
-        low, high = 0, len(tokens)  # the fewest of the first tokens that have the mark
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if closes in decode(tokens[:middle]) else (middle, high)
-        return high
+            is_open = decode(tokens[:8]).lstrip().startswith(opens)
+        if not is_open:
+            return 0
+        size = len(parser.closes)
+        ends = (n for n in range(size, len(tokens)) if tuple(tokens[n - size : n]) == parser.closes)
+        return next(ends, len(tokens))
 
 
 TEXT_OF = {"reasoning": "response.reasoning_text", "message": "response.output_text"}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxkv.requests.grammar import marks_of
+from jaxkv.requests.grammar import Marks, marks_of
 
 TEMPLATES = Path(__file__).parent / "response_templates"
 """Has templates for models whose checkpoints have none."""
@@ -32,12 +32,13 @@ class Parser:
 
     make: the tokenizer's, of a template. marks: the texts around reasoning that a grammar has to
     wait for, None where the tokenizer has no tokens for them. The first is empty where every answer
-    begins with reasoning.
+    begins with reasoning. closes: the tokens of the second.
     """
 
     make: Callable[..., Any]
     template: Mapping[str, Any]
     marks: tuple[str, str] | None
+    closes: tuple[int, ...] = ()
 
     def __call__(self, prompt: str, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
         return self.make(self.template, prefix=prompt, tools=list(tools))
@@ -338,11 +339,14 @@ def parser_of(tokenizer: Any, asked: str) -> Parser:
         make(template, prefix="", tools=[])
     except ValueError as error:
         raise ValueError(f"response_template: {asked}: {error}") from error
-    return Parser(make, template, _marks(tokenizer, template["fields"]))
+    marks = _marks(tokenizer, template["fields"])
+    if marks is None:
+        return Parser(make, template, None)
+    return Parser(make, template, marks.texts, marks.closes)
 
 
-def _marks(tokenizer: Any, fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns the texts around reasoning by the fields of a template, where a tokenizer has tokens
+def _marks(tokenizer: Any, fields: Mapping[str, Any]) -> Marks | None:
+    """Returns the marks around reasoning by the fields of a template, where a tokenizer has tokens
     for them: those of its own field, if it has one of each, or where content is marked, all up to
     its (first) mark.
     """
@@ -356,7 +360,7 @@ def _marks(tokenizer: Any, fields: Mapping[str, Any]) -> tuple[str, str] | None:
     if not reasoning or not isinstance(opens, str) or not isinstance(closes, str):
         return None
     try:
-        return marks_of(tokenizer, (opens, closes)).texts
+        return marks_of(tokenizer, (opens, closes))
     except ValueError:
         return None  # such a model reasons in another way, if at all
 

@@ -32,7 +32,8 @@ def parser(tmp_path_factory) -> Parser:
     directory = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(directory)
     parser = parser_of(AutoTokenizer.from_pretrained(directory), "qwen3")
-    return replace(parser, marks=("<think>", "</think>"))
+    marks = ("<think>", "</think>")
+    return replace(parser, marks=marks, closes=tuple(map(ord, marks[1])))
 
 
 def grown(text: str, width: int, end: str = "stop") -> Iterator[RequestOutput]:
@@ -261,6 +262,7 @@ def test_a_conversation_is_the_chat_that_its_items_are(parser):
         ({"max_tokens": 9}, "max_tokens", "nearest: max_output_tokens"),
         ({"messages": []}, "messages", "nearest: input"),
         ({"n": 2}, "n", "not supported"),
+        ({"return_token_ids": True}, "return_token_ids", "not supported"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is kept here"),
         ({"background": True}, "background", "nothing is kept here"),
         ({"truncation": "auto"}, "truncation", 'expected "disabled", got "auto"'),

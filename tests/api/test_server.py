@@ -1482,7 +1482,7 @@ def test_what_the_documentation_shows_works(llm, pooling, capsys):
                 assert cli._parser().parse_args(command[1:]).max_model_len == 4096
         names["client"].close()
     kinds = [language for language, _ in blocks]
-    assert kinds == ["sh", "bash", "python", "python", "python", "bash"]
+    assert kinds == ["sh", "bash", "python", "python", "python", "toml", "bash"]
     shown = f"{names['chunk'].usage.completion_tokens}\n{names['response'].output_text}\n"
     assert capsys.readouterr().out.endswith(shown)
 
