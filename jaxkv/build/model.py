@@ -22,7 +22,7 @@ from jaxkv.build.speculation import check_draft, draft_options, own_predictor, r
 from jaxkv.build.tokenizer import check_vocabulary, load_tokenizer
 from jaxkv.config import SamplingParams, is_int
 from jaxkv.errors import CheckpointError
-from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
+from jaxkv.models.families import ConfigReader, Layout, read_config, read_family, text_part
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NUM_STOP_TOKENS
 from jaxkv.placement import K_AFFINE, Placement, bytes_per_device
@@ -424,11 +424,13 @@ def with_fitted_keys(
 def _eos_ids(
     config: ConfigReader, generation: ConfigReader, tokenizer: Any, vocab_size: int
 ) -> list[int]:
-    """Returns the tokenizer's end token first, then generation_config.json's, else config.json's.
+    """Returns the tokenizer's end token first, then generation_config.json's, else config.json's,
+    which may have them in its text part.
 
     One outside the vocabulary is left out: it cannot be sampled.
     """
-    reader = config if generation.get("eos_token_id") is None else generation
+    readers = (generation, config, text_part(config))
+    reader = next((one for one in readers if one.get("eos_token_id") is not None), config)
     given = reader.get("eos_token_id", [])
     ids = given if isinstance(given, list) else [given]
     if not all(is_int(i) for i in ids):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -148,9 +148,13 @@ def read_adapter(
         )
         raise CheckpointError(f"{directory}: expected {TENSORS}, got {got or 'none'}")
     config = AdapterConfig.read(read_config(directory, CONFIG))
-    targets = _targets(spec, layout)
+    targets, rename = _targets(spec, layout), _renaming(spec, layout)
     with Checkpoint.open_file(directory / TENSORS) as stored:
-        checkpoint = stored.renamed(_renaming(spec, layout))
+        checkpoint = stored.renamed(rename)
+        config = replace(
+            config,
+            called={_module(rename(x)): _module(x.removeprefix(PREFIX)) for x in stored.names},
+        )
         modules = _check(checkpoint, config, targets, rank)
         # Whoever replaces an adapter in use may well write into its file.
         checkpoint = checkpoint.loaded()
@@ -176,7 +180,9 @@ def read_adapter(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig:
     """Holds what an adapter_config.json says. targets: suffixes of module names; None where it
-    names them by a regular expression, which is not tried: the tensors say which they are.
+    names them by a regular expression, which is not tried: the tensors say which they are. called:
+    the names that the trained model has for modules, which those in the file are; another one than
+    the model's own where that is a part of it.
     """
 
     where: str
@@ -188,6 +194,7 @@ class AdapterConfig:
     targets: frozenset[str] | None
     excluded: frozenset[str] | None
     layers: frozenset[int] | None
+    called: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, config: ConfigReader) -> AdapterConfig:
@@ -220,18 +227,26 @@ class AdapterConfig:
         )
 
     def rank_of(self, module: str) -> int:
-        return int(_own(self.ranks, module, self.rank))
+        return int(_own(self.ranks, self._name(module), self.rank))
 
     def scale_of(self, module: str) -> float:
         """Returns what the product of a module's two matrices is multiplied with."""
-        alpha, rank = _own(self.alphas, module, self.alpha), self.rank_of(module)
+        alpha, rank = _own(self.alphas, self._name(module), self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.by_root else rank)
 
     def is_target(self, module: str) -> bool:
         """Tells whether the module is one of the adapter's. Ask where `targets` is not None."""
         if self.layers is not None and _layer_of(module) not in self.layers:
             return False
-        return _ends_with(module, self.targets) and not _ends_with(module, self.excluded)
+        name = self._name(module)
+        return _ends_with(name, self.targets) and not _ends_with(name, self.excluded)
+
+    def _name(self, module: str) -> str:
+        return self.called.get(module, module)
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(DOWN).removesuffix(UP)
 
 
 def _ends_with(module: str, names: frozenset[str] | None) -> bool:
@@ -317,7 +332,7 @@ def _check(
 ) -> list[str]:
     """Returns the modules that the adapter has. Raises: CheckpointError naming what is wrong."""
     entries, problems = checkpoint.entries, []
-    found = {name.removesuffix(DOWN).removesuffix(UP) for name in entries}
+    found = {_module(name) for name in entries}
     modules = [module for module in targets if module in found]
     if config.targets is not None:
         modules = [module for module in targets if module in found or config.is_target(module)]

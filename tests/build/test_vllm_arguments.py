@@ -148,6 +148,15 @@ def test_overrides_are_read_as_if_they_stood_in_the_files(checkpoint, tmp_path):
         find_model(EngineOptions(checkpoint, chat_template="nowhere"))
 
 
+def test_end_tokens_may_be_said_in_the_text_part_alone(checkpoint, tmp_path):
+    text = json.loads((checkpoint / "config.json").read_text()) | {"eos_token_id": [29, 36]}
+    whole = {"model_type": "llava", "text_config": text}
+    for outer, expected in (({}, {29, 36}), ({"eos_token_id": 38}, {38})):
+        (tmp_path / "config.json").write_text(json.dumps(whole | outer))
+        model = find_model(EngineOptions(tmp_path, skip_tokenizer_init=True))
+        assert model.eos_ids == expected
+
+
 def test_generation_config_vllm_leaves_the_model_s_defaults_out(checkpoint, tmp_path):
     for file in checkpoint.iterdir():
         tmp_path.joinpath(file.name).symlink_to(file)

@@ -278,6 +278,12 @@ def test_a_config_that_says_nothing_of_rotation_scales_it_as_transformers_does(f
     assert read(silent | {"rope_parameters": {}})[0].rope.kind == "default"
 
 
+def test_contexts_of_the_first_command_r_are_as_long_as_their_files_say():
+    config = families.text_config("cohere") | {"max_position_embeddings": 64}
+    assert read(config)[0].max_len == 64
+    assert read(config | {"model_max_length": 1024})[0].max_len == 1024
+
+
 OLD_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 OLD_LONG = {key: value for key, value in families.LONG.items() if "_factor" in key}
 OLD_LONG |= {"type": "longrope"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -209,6 +210,24 @@ def test_an_adapter_of_the_model_without_its_head_is_the_same(base, tmp_path):
     change(bare, task_type="SEQ_CLS")
     with pytest.raises(CheckpointError, match="task_type: expected one of CAUSAL_LM, FEATURE"):
         read(bare, base)
+
+
+@pytest.mark.parametrize("start", ["model.language_model.", "language_model.model."])
+def test_whole_names_in_a_config_are_those_of_the_model_that_was_trained(base, tmp_path, start):
+    """Which calls the layers of its text part otherwise than that part alone does."""
+    plain = "model.layers.0.self_attn.q_proj"
+    own = plain.replace("model.", start, 1)
+    wanted = make_adapter(tmp_path / "a", base, targets=("q_proj",), alpha_pattern={plain: 3.0})
+    directory = make_adapter(tmp_path / "b", base, targets=("q_proj",), alpha_pattern={own: 3.0})
+    file = directory / TENSORS
+    renamed = {x.replace("model.layers", f"{start}layers"): y for x, y in load_file(file).items()}
+    save_file(renamed, file)
+    layers = range(len(renamed) // 2)
+    change(directory, target_modules=[own.replace(".0.", f".{layer}.") for layer in layers])
+    spec, layout = read_family(read_config(base))
+    layout, placement = replace(layout, part_of="gemma3"), Placement((jax.devices()[0],))
+    found = read_adapter(directory, spec, layout, placement, rank=8, dtype="float32")
+    assert found.digest == read(wanted, base).digest
 
 
 def test_modules_that_a_regular_expression_excludes_are_not_missed(base, tmp_path):

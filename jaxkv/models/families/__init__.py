@@ -223,7 +223,7 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
                 "speculative_config={'method': 'eagle3', 'model': ...}",
             )
     outer = _renamed(config)
-    config = _renamed(_text_part(outer))
+    config = _renamed(text_part(outer))
     config.refuse("is_causal", True)
     model_type = config.values.get("model_type")
     if model_type not in FAMILIES:
@@ -254,7 +254,7 @@ def _renamed(config: ConfigReader) -> ConfigReader:
     return config
 
 
-def _text_part(config: ConfigReader) -> ConfigReader:
+def text_part(config: ConfigReader) -> ConfigReader:
     """Returns the reader of a model's text part: itself, unless it is one of several parts."""
     while isinstance(outer := config.values.get("model_type"), str) and outer in TEXT_OF:
         section = next((key for key in SECTIONS if config.get(key) is not None), None)
@@ -305,4 +305,5 @@ __all__ = [
     "check_json",
     "read_config",
     "read_family",
+    "text_part",
 ]

@@ -15,7 +15,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     names = Names(mlp_norm=None)
     if config.flag("use_qk_norm", False):
         names = replace(names, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
-    return read_decoder(
+    spec, layout = read_decoder(
         config,
         names=names,
         biased=attn_biased(config),
@@ -26,3 +26,5 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         scales=Scales(logits=config.number("logit_scale", 0.0625)),
         attention=AttentionSpec(qk_norm="heads"),
     )
+    # What the first files have beside a shorter max_position_embeddings; as in vLLM.
+    return replace(spec, max_len=config.size("model_max_length", spec.max_len)), layout
