@@ -22,8 +22,11 @@ BATCH = 16
 8, 16 and 32, of either order, and of its continuous batching (docs/benchmarks/cpu.md).
 """
 
-SLOTS, SLOT_LEN = 32, 1024
-"""Rows that llama.cpp computes at once, and tokens that each may have."""
+CONTEXT = int(os.environ.get("BENCH_CONTEXT", "2048"))
+"""Tokens that vLLM's sequences may have; jaxkv has as many as the model."""
+
+SLOTS, SLOT_LEN = (8, CONTEXT) if CONTEXT > 2048 else (32, 1024)
+"""Rows that llama.cpp computes at once, and tokens that each may have, which take memory."""
 
 ERRORS_ONLY = 1
 """llama.cpp's level of logging; by default it writes some lines for every request."""
@@ -101,7 +104,7 @@ class Vllm:
         os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
         from vllm import LLM
 
-        self.llm = LLM(str(directory), skip_tokenizer_init=True, dtype=dtype, max_model_len=2048)
+        self.llm = LLM(str(directory), skip_tokenizer_init=True, dtype=dtype, max_model_len=CONTEXT)
 
     def describe(self) -> str:
         import torch

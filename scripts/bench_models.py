@@ -5,6 +5,7 @@ bfloat16 safetensors, and the same as GGUF.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+CONTEXT = int(os.environ.get("BENCH_CONTEXT", "2048"))
+"""Tokens that a sequence of these models may have."""
+
 COMMON = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -20,7 +24,7 @@ COMMON = {
     "hidden_act": "silu",
 }
 COMMON |= {
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": CONTEXT,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e4,
     "tie_word_embeddings": False,
