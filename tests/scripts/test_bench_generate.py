@@ -55,7 +55,7 @@ def test_a_run_leaves_its_figures_and_names_what_is_missing(bench, tmp_path, scr
         assert list(of_engine) == present
         for one in of_engine.values():
             assert len(one["rounds"]) == 2
-            assert f"| {one['tokens_per_s']:,.1f} | " in shown
+            assert f"| {one['tokens_per_s']:,.1f} |" in shown
             ratio = of_engine["jaxkv"]["tokens_per_s"] / one["tokens_per_s"]
             assert one["jaxkv_tokens_per_s_ratio"] == ratio
 
