@@ -123,11 +123,12 @@ def test_an_engine_s_steps_are_measured_on_any_device(scripts, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     of = json.loads((tmp_path / "out").read_text())["xla"]
     assert [(one["batch"], one["context"]) for one in of["decode"]] == [(1, 32), (2, 32)]
-    # Weights of 2 layers without the embedding, and 4 bytes x 2 layers x 2 KV heads of 8 for each
-    # token.
-    weights = 2 * (2 * 32 + 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32) + 32 + 256 * 32
+    # Weights of 2 layers without the embedding, of which norms are float32, and 4 bytes x 2 layers
+    # x 2 KV heads of 8 for each token.
+    weights = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32) + 256 * 32
+    norms = 2 * 2 * 32 + 32
     for one in of["decode"]:
-        nbytes = 2 * weights + one["batch"] * (32 + 64) * 4 * 2 * 2 * 8
+        nbytes = 2 * weights + 4 * norms + one["batch"] * (32 + 64) * 4 * 2 * 2 * 8
         assert one["share"] == pytest.approx(
             nbytes / (one["step_ms"] / 1e3) / of["copy_bytes_per_s"]
         )
