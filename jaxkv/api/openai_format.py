@@ -88,8 +88,8 @@ class Asked:
     likeliest tokens an answer lists, None: no log-probabilities. `has_output`: False where
     max_tokens is 0, so that only the echo is wanted (`params` then ask for one token).
     `tools`: what a chat may call, `forced` which of them it has to, and with `is_single` an answer
-    shows its first call only. `with_reasoning`: an answer
-    shows what the model reasons, where that is known, and `with_token_ids` tokens.
+    shows its first call only. `with_reasoning`: an answer shows what the model reasons, where that
+    is known, and `with_token_ids` tokens.
     `include_usage`: a stream ends with its usage, and with `usage_in_chunks` each chunk says what
     it is so far.
     """
